@@ -1,0 +1,55 @@
+"""Curricula: the depth grows over training."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from recurrent_depth.depth import Depth, require_whole
+from recurrent_depth.sampling import DepthSampler, ExpectedDepth
+
+
+def linear(progress: float) -> float:
+    """Grows evenly with training."""
+    return progress
+
+
+def one_minus_sqrt(progress: float) -> float:
+    """Grows slowly at first and steeply at the end: `1 - sqrt(1 - progress)`."""
+    return 1.0 - math.sqrt(1.0 - progress)
+
+
+@dataclass(frozen=True)
+class RampedDepth(DepthSampler):
+    """Ramps the depth up over the first `num_draws` draws, then stays there.
+
+    Draw number t is that of `make(max(1, ceil(max_depth * ramp(t / num_draws))))`, a sampler for that whole number:
+
+        RampedDepth(partial(UniformDepth, seed=0), max_depth=10, num_draws=2000)
+        RampedDepth(partial(PoissonLogNormalDepth, grad_steps=8), max_depth=32, num_draws=5000, ramp=one_minus_sqrt)
+
+    Raises:
+        ValueError: if `max_depth` or `num_draws` is below 1.
+
+    Reference: McLeish et al., 2025, arXiv 2511.07384.
+    """
+
+    make: Callable[[int], DepthSampler]
+    max_depth: int
+    num_draws: int
+    ramp: Callable[[float], float] = linear
+
+    def __post_init__(self) -> None:
+        require_whole("max_depth", self.max_depth, at_least=1)
+        require_whole("num_draws", self.num_draws, at_least=1)
+
+    def __call__(self, draw: int) -> Depth:
+        return self.at(draw)(draw)
+
+    def expected(self, draw: int = 0) -> ExpectedDepth:
+        return self.at(draw).expected(draw)
+
+    def at(self, draw: int) -> DepthSampler:
+        """The sampler that draw number `draw` comes from."""
+        progress = min(1.0, require_whole("draw", draw, at_least=0) / self.num_draws)
+        # Rounded first, since 100 * 0.55 comes out a little above 55.
+        return self.make(max(1, math.ceil(round(self.max_depth * self.ramp(progress), 9))))

@@ -1,0 +1,167 @@
+"""Samplers: how many steps a training step takes."""
+
+import abc
+import math
+import numbers
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from recurrent_depth.depth import Depth, optional_steps, require_whole
+
+
+class ExpectedDepth(NamedTuple):
+    """What a sampler draws on average, in steps: those taken, and those of them that are differentiated."""
+
+    num_steps: float
+    grad_steps: float
+
+
+class DepthSampler(abc.ABC):
+    """Draws the depth of a training step as a pure function of its seed and the draw's number.
+
+    Nothing is remembered and the global RNG is not touched, so every rank draws the same depth, in any order, and a
+    resumed run continues the sequence. Draw once per optimizer step, whatever the gradient accumulation.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, draw: int) -> Depth:
+        """The depth of draw number `draw`, counted from 0."""
+
+    @abc.abstractmethod
+    def expected(self, draw: int = 0) -> ExpectedDepth:
+        """The average over all seeds of what draw number `draw` gives."""
+
+
+@dataclass(frozen=True)
+class FixedDepth(DepthSampler):
+    """Takes `num_steps` steps every time, the last `grad_steps` of them (None: all) differentiated.
+
+    Raises:
+        ValueError: if either is below 1.
+    """
+
+    num_steps: int
+    grad_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("num_steps", self.num_steps, at_least=1)
+        optional_steps("grad_steps", self.grad_steps)
+
+    def __call__(self, draw: int) -> Depth:
+        require_whole("draw", draw, at_least=0)
+        return _truncated(self.num_steps, self.grad_steps)
+
+    def expected(self, draw: int = 0) -> ExpectedDepth:
+        depth = self(draw)
+        return ExpectedDepth(float(depth.num_steps), float(depth.grad_steps or depth.num_steps))
+
+
+@dataclass(frozen=True)
+class UniformDepth(DepthSampler):
+    """Draws the number of steps evenly from 1 to `max_steps`, the same on every rank.
+
+    Every depth gets trained, so any prefix of the loop can serve as an early exit.
+
+    Raises:
+        ValueError: if `max_steps` or `grad_steps` is below 1, or `seed` no whole number.
+
+    Reference: Hegazy et al., 2026, arXiv 2608.15062.
+    """
+
+    max_steps: int
+    seed: int = 0
+    grad_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("max_steps", self.max_steps, at_least=1)
+        require_whole("seed", self.seed)
+        optional_steps("grad_steps", self.grad_steps)
+
+    def __call__(self, draw: int) -> Depth:
+        return _truncated(1 + _generator(self.seed, draw).randrange(self.max_steps), self.grad_steps)
+
+    def expected(self, draw: int = 0) -> ExpectedDepth:
+        require_whole("draw", draw, at_least=0)
+        limit = min(self.grad_steps or self.max_steps, self.max_steps)
+        unlearned = (self.max_steps - limit) * (self.max_steps - limit + 1) / (2 * self.max_steps)
+        mean = (self.max_steps + 1) / 2
+        return ExpectedDepth(mean, mean - unlearned)
+
+
+@dataclass(frozen=True)
+class PoissonLogNormalDepth(DepthSampler):
+    """Draws a heavy-tailed number of steps: 1 + Poisson(rate), the rate log-normal with the given `mean`.
+
+    The draws average `mean + 1`, not `mean`; most lie below. The last `grad_steps` steps (None: all) are
+    differentiated, which bounds the memory of the deep draws.
+
+    Raises:
+        ValueError: if `mean` is not above 0, `grad_steps` below 1, `seed` no whole number, or `sigma` outside of 0 to 2
+            (beyond, single draws take thousands of steps).
+
+    Reference: Geiping et al., 2025, arXiv 2502.05171.
+    """
+
+    mean: float
+    grad_steps: int | None
+    seed: int = 0
+    sigma: float = 0.5
+
+    def __post_init__(self) -> None:
+        optional_steps("grad_steps", self.grad_steps)
+        require_whole("seed", self.seed)
+        if not (_is_finite(self.mean) and self.mean > 0):
+            raise ValueError(f"mean is {self.mean!r}, but must be a finite number above 0.")
+        if not (_is_finite(self.sigma) and 0 <= self.sigma <= 2):
+            raise ValueError(f"sigma is {self.sigma!r}, but must be a number from 0 to 2.")
+
+    def __call__(self, draw: int) -> Depth:
+        generator = _generator(self.seed, draw)
+        rate = math.exp(self._log_rate(generator.gauss(0.0, 1.0)))
+        return _truncated(1 + _poisson(rate, generator), self.grad_steps)
+
+    def expected(self, draw: int = 0) -> ExpectedDepth:
+        require_whole("draw", draw, at_least=0)
+        num_steps = self.mean + 1.0
+        if self.grad_steps is None:
+            return ExpectedDepth(num_steps, num_steps)
+        return ExpectedDepth(num_steps, self._expected_grad_steps(self.grad_steps))
+
+    def _log_rate(self, deviate: float) -> float:
+        return math.log(self.mean) - self.sigma**2 / 2 + self.sigma * deviate
+
+    def _expected_grad_steps(self, limit: int) -> float:
+        # min(limit, 1 + n) averages limit minus what a short draw lacks. The trapezoidal rule over the normal deviate
+        # converges faster than any power here, since the integrand is analytic and dies out at both ends.
+        step, lacking = 1 / 64, 0.0
+        for deviate in (step * i for i in range(-640, 641)):
+            density = step * math.exp(-(deviate**2) / 2) / math.sqrt(2 * math.pi)
+            lacking += density * _expected_lack(limit - 1, self._log_rate(deviate))
+        return limit - lacking
+
+
+def _expected_lack(limit: int, log_rate: float) -> float:
+    """How far a Poisson number falls short of `limit`, on average."""
+    rate = math.exp(log_rate)
+    return sum((limit - n) * math.exp(n * log_rate - rate - math.lgamma(n + 1)) for n in range(limit))
+
+
+def _poisson(rate: float, generator: random.Random) -> int:
+    count, time = 0, generator.expovariate(1.0)
+    while time < rate:
+        count, time = count + 1, time + generator.expovariate(1.0)
+    return count
+
+
+def _generator(seed: int, draw: int) -> random.Random:
+    # Seeding with a string hashes it, so neighbouring draws are unrelated.
+    return random.Random(f"{int(seed)}/{require_whole('draw', draw, at_least=0)}")
+
+
+def _truncated(num_steps: int, grad_steps: int | None) -> Depth:
+    return Depth(num_steps, None if grad_steps is None else min(grad_steps, num_steps))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
