@@ -9,7 +9,7 @@ import torch
 # Two worker processes share two cores; more threads would make them wait for each other.
 torch.set_num_threads(1)
 
-# Examples are drawn from a fixed seed, so that a run says the same everywhere; HYPOTHESIS_PROFILE=explore looks further.
+# Examples come from a fixed seed, so that a run says the same everywhere; HYPOTHESIS_PROFILE=explore looks further.
 hypothesis.settings.register_profile("default", max_examples=20, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", max_examples=300, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
