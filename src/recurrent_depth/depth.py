@@ -1,7 +1,7 @@
 """How deep: the layout of a model and the depth of one forward."""
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -11,11 +11,14 @@ def require_whole(name: str, value: object, at_least: int | None = None) -> int:
     Raises:
         ValueError: if it is no whole number (a bool is none) or below `at_least`; names argument, value and bound.
     """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or (at_least is not None and value < at_least):
-        bound = "" if at_least is None else f" of at least {at_least}"
-        raise ValueError(f"{name} is {value!r}, but must be a whole number{bound}.")
-    return int(value)
+    if (
+        isinstance(value, numbers.Integral)
+        and not isinstance(value, bool)
+        and (at_least is None or int(value) >= at_least)
+    ):
+        return int(value)
+    bound = "" if at_least is None else f" of at least {at_least}"
+    raise ValueError(f"{name} is {value!r}, but must be a whole number{bound}.")
 
 
 def optional_steps(name: str, value: int | None) -> int | None:
@@ -51,8 +54,8 @@ class Layout(_LayoutParts):
         )
 
     @classmethod
-    def _make(cls, iterable) -> "Layout":
-        # NamedTuple builds around __new__ here, so that _replace would skip the checks.
+    def _make(cls, iterable: Iterable[int]) -> "Layout":  # pyright: ignore[reportIncompatibleMethodOverride]
+        # NamedTuple's own builds around __new__, and _replace calls it: the checks would be skipped.
         return cls(*iterable)
 
     @property
@@ -93,7 +96,7 @@ def as_depth(value: object, *, batch: int | None = None) -> Depth:
         return _checked(value, batch)
     if isinstance(value, numbers.Integral):
         return Depth(require_whole("num_steps", value, at_least=1))
-    if type(value) in (list, tuple, range):  # a Layout is a tuple of whole numbers too, but no list of rows
+    if isinstance(value, list | tuple | range) and not isinstance(value, Layout):
         rows = _checked_rows("num_steps", value, batch)
         return Depth(max(rows), rows=rows)
     raise ValueError(
@@ -110,8 +113,8 @@ def _checked(depth: Depth, batch: int | None) -> Depth:
     return Depth(num_steps, grad_steps, rows)
 
 
-def _checked_rows(name: str, rows: Sequence[int], batch: int | None) -> tuple[int, ...]:
-    if type(rows) not in (list, tuple, range):
+def _checked_rows(name: str, rows: object, batch: int | None) -> tuple[int, ...]:
+    if not isinstance(rows, list | tuple | range):
         raise ValueError(f"{name} is {rows!r}, but must be a list or tuple with one whole number per row.")
     if len(rows) == 0 or (batch is not None and len(rows) != batch):
         wanted = "at least one row" if batch is None else f"one for each of the {batch} rows of the batch"
