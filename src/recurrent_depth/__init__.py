@@ -1,0 +1,111 @@
+"""Recurrent-depth Transformers from composable parts."""
+
+from recurrent_depth import presets
+from recurrent_depth.attention import Attention, NoRotary, Rotary, causal_mask
+from recurrent_depth.blocks import (
+    MLP,
+    Block,
+    BranchSandwich,
+    PlainBlock,
+    PostNorm,
+    PreNorm,
+    Residual,
+    ResidualSandwich,
+    Stack,
+    SwiGLU,
+    TransformerBlock,
+)
+from recurrent_depth.builders import assemble, dense, gated, grt, naive, plain
+from recurrent_depth.contracts import (
+    At,
+    BlockCost,
+    Call,
+    KeyValues,
+    ModelKeyValues,
+    Notes,
+    PartCost,
+    Pick,
+    UpdateCost,
+)
+from recurrent_depth.core import RecurrentCore, Trajectory
+from recurrent_depth.depth import Depth, Layout
+from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
+from recurrent_depth.forms import Form, GPT2Form, LlamaForm
+from recurrent_depth.gate import AnchoredGate, DepthGate, JointNormGate, WriteShare
+from recurrent_depth.initialisation import initialise
+from recurrent_depth.injection import AddAnchor, ConcatProjection, GaussianNoise, Injection, KeepState
+from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.objective import WithObjective, last_step_loss, next_token_loss
+from recurrent_depth.sampling import DepthSampler, ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
+from recurrent_depth.step import StepBlocks
+from recurrent_depth.update import DepthState, DepthUpdate, GatedDepthUpdate, ReplaceState, initial_state
+
+__all__ = [
+    "MLP",
+    "AddAnchor",
+    "AnchoredGate",
+    "At",
+    "Attention",
+    "Block",
+    "BlockCost",
+    "BranchSandwich",
+    "Call",
+    "ConcatProjection",
+    "Depth",
+    "DepthGate",
+    "DepthSampler",
+    "DepthState",
+    "DepthUpdate",
+    "ExpectedDepth",
+    "FixedDepth",
+    "Form",
+    "GPT2Form",
+    "GatedDepthUpdate",
+    "GaussianNoise",
+    "Head",
+    "Injection",
+    "JointNormGate",
+    "KeepState",
+    "KeyValues",
+    "Layout",
+    "LlamaForm",
+    "ModelKeyValues",
+    "NoRotary",
+    "Notes",
+    "PartCost",
+    "Pick",
+    "PlainBlock",
+    "PoissonLogNormalDepth",
+    "PositionedEmbedding",
+    "PostNorm",
+    "PreNorm",
+    "RecurrentCore",
+    "RecurrentTransformer",
+    "ReplaceState",
+    "Residual",
+    "ResidualSandwich",
+    "Rotary",
+    "Stack",
+    "StepBlocks",
+    "SwiGLU",
+    "TiedHead",
+    "TokenEmbedding",
+    "Trajectory",
+    "TransformerBlock",
+    "UniformDepth",
+    "UpdateCost",
+    "WithObjective",
+    "WriteShare",
+    "assemble",
+    "causal_mask",
+    "dense",
+    "gated",
+    "grt",
+    "initial_state",
+    "initialise",
+    "last_step_loss",
+    "naive",
+    "next_token_loss",
+    "plain",
+    "presets",
+]

@@ -1,0 +1,130 @@
+"""Causal multi-head self-attention in the GPT-2 and the Llama form, with or without a cache."""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from recurrent_depth.contracts import At, BlockCost
+
+
+class Rotary(nn.Module):
+    """Rotates queries and keys by their positions, the halves of a head paired as in Llama.
+
+    Nothing is stored, so that a model built on the meta device needs no special care.
+
+    Reference: Su et al., 2021, arXiv 2104.09864.
+    """
+
+    def __init__(self, base: float = 10000.0):
+        super().__init__()
+        self.base = base
+
+    def forward(
+        self, x: Float[Tensor, "batch head token size"], positions: Int[Tensor, "#batch token"]
+    ) -> Float[Tensor, "batch head token size"]:
+        """The rotated queries or keys, in the dtype that came in; angles are computed in float32."""
+        size = x.shape[-1]
+        frequencies = self.base ** (-torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / size)
+        angles = positions[:, None, :, None].float() * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class NoRotary(nn.Module):
+    """Leaves queries and keys as they are, for models with learned positions."""
+
+    def forward(
+        self, x: Float[Tensor, "batch head token size"], positions: Int[Tensor, "#batch token"] | None
+    ) -> Float[Tensor, "batch head token size"]:
+        """The queries or keys, untouched."""
+        return x
+
+
+def causal_mask(padding: Bool[Tensor, "batch key"], num_queries: int) -> Bool[Tensor, "batch query key"]:
+    """Where each of the newest `num_queries` tokens may look: at real tokens up to itself, and always at itself.
+
+    The mask is lower-right aligned: the newest query sees the whole past. A padded query sees itself alone, since a
+    softmax over nothing is not a number, and would reach real tokens as 0 * nan.
+    """
+    num_keys = padding.shape[1]
+    past = torch.ones(num_queries, num_keys, dtype=torch.bool, device=padding.device).tril(num_keys - num_queries)
+    itself = past & ~past.tril(num_keys - num_queries - 1)
+    return past & padding[:, None] | itself
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; `num_kv_heads` below `num_heads` groups the queries (GQA).
+
+    Causal unless told otherwise. With `at.kv` the current tokens attend to what the cache returns, of which they are
+    the newest.
+
+    Raises:
+        ValueError: if `dim` is not divisible by `num_heads`, or `num_heads` not by `num_kv_heads`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        bias: bool = False,
+        rotary: nn.Module | None = None,
+        causal: bool = True,
+    ):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+        check_heads(dim, self.num_heads, self.num_kv_heads)
+        self.head_size, self.causal = dim // num_heads, causal
+        self.qkv = nn.Linear(dim, (num_heads + 2 * self.num_kv_heads) * self.head_size, bias=bias)
+        self.rotary = rotary if rotary is not None else NoRotary()
+        self.out = nn.Linear(dim, dim, bias=bias)
+
+    def forward(self, x: Float[Tensor, "batch token dim"], at: At) -> Float[Tensor, "batch token dim"]:
+        """What each token gathers from the tokens that it may look at."""
+        qkv = rearrange(self.qkv(x), "batch token (head size) -> batch head token size", size=self.head_size)
+        queries, keys, values = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        queries, keys = self.rotary(queries, at.positions), self.rotary(keys, at.positions)
+        if at.kv is not None:
+            keys, values = at.kv.update(keys, values)
+        gathered = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=self._mask(at.mask, queries.shape[2], keys.shape[2], x.device),
+            is_causal=self.causal and at.mask is None and queries.shape[2] == keys.shape[2],
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )
+        return self.out(rearrange(gathered, "batch head token size -> batch token (head size)"))
+
+    def _mask(self, mask: Tensor | None, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+        if mask is not None and mask.ndim == 3:
+            return mask[:, None]
+        if not self.causal:
+            return None if mask is None else mask[:, None, None]
+        if mask is not None:
+            return causal_mask(mask, num_queries)[:, None]
+        if num_queries in (1, num_keys):
+            return None
+        return causal_mask(torch.ones(1, num_keys, dtype=torch.bool, device=device), num_queries)[:, None]
+
+    def cost(self) -> BlockCost:
+        """Projections, and per key the scores and the weighted sum of the values."""
+        linear = self.qkv.weight.numel() + self.out.weight.numel()
+        return BlockCost(linear=2 * linear, per_key=4 * self.num_heads * self.head_size)
+
+
+def check_heads(dim: int, num_heads: int, num_kv_heads: int) -> None:
+    """Raises a ValueError where heads don't divide the width, or the groups the heads."""
+    for name, value in (("dim", dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    if dim % num_heads:
+        raise ValueError(f"dim must be divisible by num_heads, got dim={dim} and num_heads={num_heads}.")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be divisible by num_kv_heads, got num_heads={num_heads} and num_kv_heads={num_kv_heads}."
+        )

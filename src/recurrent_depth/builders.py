@@ -1,0 +1,131 @@
+"""One small builder per published design. Assembly only: every choice is a part."""
+
+from collections.abc import Callable
+
+from beartype import beartype
+
+from recurrent_depth.blocks import Stack
+from recurrent_depth.core import RecurrentCore
+from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.forms import Form, GPT2Form
+from recurrent_depth.gate import AnchoredGate
+from recurrent_depth.initialisation import initialise
+from recurrent_depth.injection import ConcatProjection, GaussianNoise, KeepState
+from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.update import DepthUpdate, GatedDepthUpdate, ReplaceState
+
+UpdateFactory = Callable[[int], DepthUpdate]
+"""Makes an update for a width: `gated`, `plain`, or a `functools.partial` of them."""
+
+
+def gated(
+    dim: int, *, bias: float = 4.0, state_noise: float = 0.1, gate_noise: float = 0.1, temperature: float = 1.0
+) -> GatedDepthUpdate:
+    """The update of the Gated Recurrent Transformer.
+
+    Args:
+        dim: the width.
+        bias: where the gate's bias starts; +4 keeps 98% of the state per step, 0 half of it.
+        state_noise: standard deviation of the noise on the state that is projected, in training.
+        gate_noise: standard deviation of the noise on the gate's logits, in training.
+        temperature: divides the gate's logits.
+
+    Reference: Hegazy et al., 2026, arXiv 2608.15062.
+    """
+    inject = ConcatProjection(dim, noise=GaussianNoise(state_noise))
+    return GatedDepthUpdate(
+        inject, AnchoredGate(dim, bias=bias, temperature=temperature, noise=GaussianNoise(gate_noise))
+    )
+
+
+def plain(dim: int) -> ReplaceState:
+    """The update of the plain loop, `h <- blocks(h)`; it has no weights, whatever the width."""
+    return ReplaceState(KeepState())
+
+
+@beartype
+def grt(
+    layout: Layout,
+    *,
+    dim: int,
+    num_heads: int,
+    vocab_size: int,
+    context_length: int,
+    form: Callable[..., Form] = GPT2Form,
+    update: UpdateFactory = gated,
+) -> RecurrentTransformer:
+    """The Gated Recurrent Transformer: prelude, a gated loop anchored at the prelude's output, coda.
+
+    Args:
+        layout: blocks before, in and behind the loop, and full depth.
+        dim: the width.
+        num_heads: attention heads.
+        vocab_size: how many tokens there are.
+        context_length: how many positions are learned (GPT-2 form).
+        form: the family of blocks, called with width and heads: `GPT2Form`, or a `functools.partial` of `LlamaForm`.
+        update: makes the update for the width, for example `functools.partial(gated, bias=0.0)`.
+
+    Raises:
+        ValueError: if a number is below 1, or heads don't divide the width.
+
+    Reference: Hegazy et al., 2026, arXiv 2608.15062.
+    """
+    return assemble(layout, form(dim, num_heads), update(dim), vocab_size=vocab_size, context_length=context_length)
+
+
+@beartype
+def naive(
+    layout: Layout,
+    *,
+    dim: int,
+    num_heads: int,
+    vocab_size: int,
+    context_length: int,
+    form: Callable[..., Form] = GPT2Form,
+) -> RecurrentTransformer:
+    """The plain weight-tied loop: no injection, no noise, no gate; in comparisons `0+3×4+0`.
+
+    Arguments and errors are those of `grt`.
+    """
+    return assemble(layout, form(dim, num_heads), plain(dim), vocab_size=vocab_size, context_length=context_length)
+
+
+@beartype
+def dense(
+    num_blocks: int,
+    *,
+    dim: int,
+    num_heads: int,
+    vocab_size: int,
+    context_length: int,
+    form: Callable[..., Form] = GPT2Form,
+) -> RecurrentTransformer:
+    """A Transformer without recurrence: `num_blocks` blocks, each run once.
+
+    The other arguments and the errors are those of `grt`.
+    """
+    layout = Layout(0, require_whole("num_blocks", num_blocks, at_least=1), 1, 0)
+    return assemble(layout, form(dim, num_heads), plain(dim), vocab_size=vocab_size, context_length=context_length)
+
+
+def assemble(
+    layout: Layout, form: Form, update: DepthUpdate, *, vocab_size: int, context_length: int
+) -> RecurrentTransformer:
+    """Puts a form's parts around an update, and initialises them; what every builder ends with.
+
+    Raises:
+        ValueError: if `vocab_size` or `context_length` is below 1.
+    """
+    require_whole("vocab_size", vocab_size, at_least=1)
+    require_whole("context_length", context_length, at_least=1)
+    model = RecurrentTransformer(
+        form.embedding(vocab_size, context_length),
+        Stack(form.block() for _ in range(layout.prelude)),
+        RecurrentCore([form.block() for _ in range(layout.core)], update),
+        Stack(form.block() for _ in range(layout.coda)),
+        norm=form.norm(),
+        head=form.head(vocab_size),
+        num_steps=layout.num_steps,
+    )
+    initialise(model)
+    return model

@@ -1,0 +1,184 @@
+"""What the loop tells an update and a block: the small contracts that every part of the library shares."""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Tree = Any
+"""A tensor, or tuples, lists, dictionaries and None of them, nested."""
+
+
+class Call(NamedTuple):
+    """What one forward knows besides the anchor; an update reads it once, in `begin`.
+
+    Attributes:
+        num_steps: how many steps this forward takes at most.
+        tokens: the token ids, where there are any.
+        embedding: their embedding, before the prelude.
+        positions: the position of each token in its row.
+        mask: the padding mask, True at real tokens.
+        start: an initial state given by the caller; it takes the place of the update's own.
+    """
+
+    num_steps: int
+    tokens: Int[Tensor, "batch token"] | None = None
+    embedding: Float[Tensor, "batch token dim"] | None = None
+    positions: Int[Tensor, "#batch token"] | None = None
+    mask: Bool[Tensor, "batch key"] | None = None
+    start: Float[Tensor, "batch token dim"] | None = None
+
+
+class KeyValues(abc.ABC):
+    """The keys and values of earlier tokens that one block attends to at one step: a view of a cache."""
+
+    @abc.abstractmethod
+    def update(
+        self, keys: Float[Tensor, "batch head token size"], values: Float[Tensor, "batch head token size"]
+    ) -> tuple[Float[Tensor, "batch head key size"], Float[Tensor, "batch head key size"]]:
+        """Takes the current tokens' keys and values; returns all that the current tokens attend to, newest last."""
+
+
+class ModelKeyValues(NamedTuple):
+    """One model's cache as its forward sees it: a view per block, and for the core a view per step and block."""
+
+    prelude: Sequence[KeyValues]
+    core: Callable[[int], Sequence[KeyValues]]
+    coda: Sequence[KeyValues]
+
+
+class Pick(NamedTuple):
+    """The tokens that a router picked: ascending indices, padded to one width at the end of each row.
+
+    Attributes:
+        index: which tokens of each row.
+        valid: False where a pick is only padding; None where none is.
+    """
+
+    index: Int[Tensor, "batch picked"]
+    valid: Bool[Tensor, "batch picked"] | None = None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The picked tokens of a tensor that leads with (batch, token)."""
+        return x.gather(1, self._index_like(x, self.index))
+
+    def scatter(self, x: Tensor, picked: Tensor) -> Tensor:
+        """`x` with the picked tokens replaced; padding goes to a row of its own, which is dropped."""
+        num_tokens = x.shape[1]
+        index = self.index if self.valid is None else torch.where(self.valid, self.index, num_tokens)
+        spare = torch.cat([x, x[:, :1]], dim=1)
+        return spare.scatter(1, self._index_like(x, index), picked.to(x.dtype))[:, :num_tokens]
+
+    def narrow(self, inner: "Pick") -> "Pick":
+        """The picks of a pick: `inner` counts among the tokens picked here."""
+        valid = inner.valid if self.valid is None else inner.gather(self.valid) & inner.valid_like()
+        return Pick(inner.gather(self.index), valid)
+
+    def valid_like(self) -> Bool[Tensor, "batch picked"]:
+        """`valid`, written out where it is None."""
+        return torch.ones_like(self.index, dtype=torch.bool) if self.valid is None else self.valid
+
+    @staticmethod
+    def _index_like(x: Tensor, index: Tensor) -> Tensor:
+        return index.reshape(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
+
+
+class Notes:
+    """What the blocks say beside their output during one step: losses, and the memory for their next step."""
+
+    def __init__(self, memory: Mapping[int, Tree] | None = None):
+        self.losses: dict[str, Float[Tensor, ""]] = {}
+        self.before: Mapping[int, Tree] = memory or {}
+        self.after: dict[int, Tree] = {}
+
+    def add_loss(self, name: str, value: Float[Tensor, ""]) -> None:
+        """Adds to the loss of that name."""
+        self.losses[name] = self.losses[name] + value if name in self.losses else value
+
+
+class At(NamedTuple):
+    """Where a block is called: everything that it may read beside its input.
+
+    A block is called as `block(x, at)` and may ignore all of `at`. It never learns that a loop exists.
+
+    Attributes:
+        positions: the position of each token in its row.
+        mask: None (causal or full, whichever the block is), the padding mask (batch, key), True at real tokens, or a
+            complete attention mask (batch, query, key), True where a query may look.
+        valid: which of the current tokens are real; None where all are. For losses, which leave padding out.
+        kv: the keys and values of earlier tokens; None without a cache.
+        condition: what a step-conditioned block reads, a time embedding for example; it comes from the update.
+        extra: the caller's own arguments, passed through untouched.
+        layer: which block of its stack this is.
+        notes: where losses and memory go, written by `add_loss` and `remember`; None where nobody takes notes.
+    """
+
+    positions: Int[Tensor, "#batch token"] | None = None
+    mask: Bool[Tensor, "batch key"] | Bool[Tensor, "batch query key"] | None = None
+    valid: Bool[Tensor, "batch token"] | None = None
+    kv: KeyValues | None = None
+    condition: Tree = None
+    extra: Mapping[str, Any] = {}
+    layer: int = 0
+    notes: Notes | None = None
+
+    def add_loss(self, name: str, value: Float[Tensor, ""]) -> None:
+        """Adds to the auxiliary loss of that name, summed over blocks and steps; goes nowhere if nobody takes notes."""
+        if self.notes is not None:
+            self.notes.add_loss(name, value)
+
+    @property
+    def memory(self) -> Tree:
+        """What this block remembered at the step before; None at the first. Leaves lead with (batch, token)."""
+        return None if self.notes is None else self.notes.before.get(self.layer)
+
+    def remember(self, memory: Tree) -> None:
+        """Keeps a tree of tensors, each leading with (batch, token), for this block's next step."""
+        if self.notes is not None:
+            self.notes.after[self.layer] = memory
+
+
+class PartCost(NamedTuple):
+    """Matrix FLOPs per token of a part that has step-invariant work; a multiply-add counts as two.
+
+    Attributes:
+        begin: spent once per forward.
+        step: spent at every step.
+    """
+
+    begin: int = 0
+    step: int = 0
+
+    def plus(self, other: "PartCost") -> "PartCost":
+        """Both parts' work together."""
+        return PartCost(self.begin + other.begin, self.step + other.step)
+
+
+class BlockCost(NamedTuple):
+    """Matrix FLOPs per token of a block: `linear + per_key * keys`, where `keys` is how many keys a token attends to."""
+
+    linear: int = 0
+    per_key: int = 0
+
+    def plus(self, other: "BlockCost") -> "BlockCost":
+        """Both blocks' work together."""
+        return BlockCost(self.linear + other.linear, self.per_key + other.per_key)
+
+
+class UpdateCost(NamedTuple):
+    """What an update spends beside the blocks, in matrix FLOPs per token, and which tokens take its steps.
+
+    Attributes:
+        begin: spent once per forward.
+        step: spent at every step.
+        shares: the share of the tokens that takes each step; empty where every token takes all.
+        selects: whether the update chooses tokens, as routers do.
+    """
+
+    begin: int = 0
+    step: int = 0
+    shares: tuple[float, ...] = ()
+    selects: bool = False

@@ -1,0 +1,180 @@
+"""The loop: a stack of blocks, run again and again under a depth update."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from recurrent_depth.blocks import Stack
+from recurrent_depth.contracts import At, Call, KeyValues, Notes
+from recurrent_depth.depth import Depth, as_depth
+from recurrent_depth.rows import RowOrder, detach_first, map_rows, map_rows_of_at, merge
+from recurrent_depth.step import StepBlocks
+from recurrent_depth.update import DepthState, DepthUpdate
+
+
+class Trajectory(NamedTuple):
+    """What a forward went through.
+
+    Attributes:
+        states: the state after each step if every step was asked for, else after the last one alone.
+        readout: makes an output of a state: logits for a model.
+        notes: what the blocks outside of the loop say.
+    """
+
+    states: tuple[DepthState, ...]
+    readout: Callable[[DepthState], Tensor]
+    notes: Notes
+
+    @property
+    def output(self) -> Float[Tensor, "batch token out"]:
+        """The output after the last step, computed anew at each access."""
+        return self.readout(self.states[-1])
+
+    def at(self, step: int) -> Float[Tensor, "batch token out"]:
+        """The output as if the loop had been left after step `step`, counted from 0; computed at each call.
+
+        Raises:
+            ValueError: if that step's state was not kept.
+        """
+        if not 0 <= step < len(self.states):
+            raise ValueError(
+                f"step must be in 0 to {len(self.states) - 1}, the states kept (see every_step); got {step}."
+            )
+        return self.readout(self.states[step])
+
+    @property
+    def losses(self) -> dict[str, Float[Tensor, ""]]:
+        """Auxiliary losses by name, of the loop and of the blocks outside of it. Read it after the output."""
+        return add_losses(self.states[-1].losses, self.notes.losses)
+
+
+class RecurrentCore(nn.Module):
+    """Runs shared blocks for a number of steps; the update decides what they see and what becomes of their output.
+
+    Args:
+        blocks: the shared blocks, in order, each called as `block(x, at)`; or a stack, called as
+            `stack(x, at, step, kv)`.
+        update: the depth update.
+
+    Attributes:
+        checkpointing: recompute each step in the backward pass, and keep one state per step instead of all
+            activations. Off by default.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module] | nn.Module, update: DepthUpdate):
+        super().__init__()
+        self.stack = Stack(blocks) if isinstance(blocks, Iterable) else blocks
+        self.update = update
+        self.checkpointing = False
+        self._take_step = take_step
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch token dim"],
+        num_steps: int | Depth | Sequence[int],
+        *,
+        mask: Bool[Tensor, "batch key"] | Bool[Tensor, "batch query key"] | None = None,
+        positions: Int[Tensor, "#batch token"] | None = None,
+        start: Float[Tensor, "batch token dim"] | None = None,
+        kv: Callable[[int], Sequence[KeyValues]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Float[Tensor, "batch token dim"]:
+        """What the update reads from the state after the last step.
+
+        Args:
+            x: the anchor, from which the loop starts.
+            num_steps: how many steps, for all rows or one number for each; or a `Depth`.
+            mask: handed to the blocks; (batch, key) is a padding mask, True at real tokens.
+            positions: handed to the blocks; 0, 1, 2, ... by default.
+            start: an initial state in place of the update's own.
+            kv: gives each step its view of a cache.
+            extra: further arguments for your blocks, which read them from `at.extra`.
+
+        Raises:
+            ValueError: if the depth is not a whole number of at least 1, or not one for each row.
+        """
+        depth = as_depth(num_steps, batch=x.shape[0])
+        padding = mask if mask is not None and mask.ndim == 2 else None
+        positions = torch.arange(x.shape[1], device=x.device)[None] if positions is None else positions
+        call = Call(depth.num_steps, positions=positions, mask=padding, start=start)
+        valid = None if padding is None else padding[:, -x.shape[1] :]
+        at = At(positions, mask, valid, extra=extra or {})
+        (last,) = deque(self.states(x, depth, call, at, kv), maxlen=1)
+        return self.update.read(last)
+
+    def states(
+        self,
+        anchor: Float[Tensor, "batch token dim"],
+        depth: Depth,
+        call: Call,
+        at: At,
+        kv: Callable[[int], Sequence[KeyValues]] | None = None,
+    ) -> Iterator[DepthState]:
+        """The loop itself: yields the state after each step. Whoever stops reading leaves early.
+
+        With `depth.grad_steps` the steps before the last so many run without gradients; what `begin` makes of the
+        anchor learns through those that have them. With `depth.rows` a row that has taken its steps stays as it is,
+        and costs nothing more.
+        """
+        state = self.update.begin(anchor, call)
+        if depth.rows is not None:
+            yield from self._states_by_row(state, depth, at, kv)
+            return
+        frozen_steps = depth.num_steps - min(depth.grad_steps or depth.num_steps, depth.num_steps)
+        for step in range(depth.num_steps):
+            with torch.no_grad() if step < frozen_steps else nullcontext():
+                state = self._step(state, at, step, kv)
+            yield state
+
+    def _states_by_row(self, state: DepthState, depth: Depth, at: At, kv) -> Iterator[DepthState]:
+        if kv is not None or at.extra:
+            raise ValueError("A depth for each row goes neither with a cache nor with extra arguments.")
+        order = RowOrder(depth, device=state.h.device)
+        state, at = order.sort(state), order.sort_at(at)
+        for step in range(depth.num_steps):
+            active, frozen = order.active(step), order.frozen(step)
+            with torch.no_grad() if frozen == active else nullcontext():
+                before = detach_first(map_rows(lambda leaf, n=active: leaf[:n], state), frozen)
+                after = self._step(before, map_rows_of_at(lambda leaf, n=active: leaf[:n], at), step, kv)
+            state = merge(after, state, active)
+            yield order.unsort(state)
+
+    def _step(self, state: DepthState, at: At, step: int, kv) -> DepthState:
+        arguments = (self.update, self.stack, state, at, step, None if kv is None else kv(step))
+        if not (self.checkpointing and torch.is_grad_enabled()):
+            return self._take_step(*arguments)
+        if kv is not None:
+            warnings.warn(
+                "A forward that writes a cache is not checkpointed: recomputing would write it twice.", stacklevel=2
+            )
+            return self._take_step(*arguments)
+        return checkpoint(self._take_step, *arguments, use_reentrant=False)
+
+    def compile_step(self, **arguments: Any) -> None:
+        """Compiles one step with `torch.compile(**arguments)`; it then serves every depth.
+
+        The loop stays Python, so a new depth compiles nothing.
+        """
+        self._take_step = torch.compile(take_step, **arguments)
+
+
+def take_step(
+    update: DepthUpdate, stack: nn.Module, state: DepthState, at: At, step: int, kv: Sequence[KeyValues] | None
+) -> DepthState:
+    """One step of the loop, a pure function: the update's, with what the blocks said folded into the state."""
+    notes = Notes(state.memory)
+    state = update(state, StepBlocks(stack, at, step, kv, notes), step)
+    losses = add_losses(state.losses, notes.losses)
+    return state._replace(memory={**state.memory, **notes.after}, losses=losses)
+
+
+def add_losses(some: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sum by name; a name that stands in one alone is kept."""
+    return {**some, **{name: some[name] + loss if name in some else loss for name, loss in more.items()}}

@@ -1,0 +1,68 @@
+"""From token ids to states, and from states to logits."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+class TokenEmbedding(nn.Module):
+    """A table of token embeddings, for models whose blocks know positions themselves."""
+
+    def __init__(self, vocab_size: int, dim: int):
+        super().__init__()
+        self.token = nn.Embedding(vocab_size, dim)
+
+    def forward(
+        self, tokens: Int[Tensor, "batch token"], positions: Int[Tensor, "#batch token"]
+    ) -> Float[Tensor, "batch token dim"]:
+        """The embedding of each token."""
+        return self.token(tokens)
+
+
+class PositionedEmbedding(nn.Module):
+    """Token embeddings plus learned positions, as in GPT-2.
+
+    Raises:
+        ValueError: in a forward, if the tokens are more than the positions that were learned.
+    """
+
+    def __init__(self, vocab_size: int, dim: int, context_length: int):
+        super().__init__()
+        self.token = nn.Embedding(vocab_size, dim)
+        self.position = nn.Embedding(context_length, dim)
+
+    def forward(
+        self, tokens: Int[Tensor, "batch token"], positions: Int[Tensor, "#batch token"]
+    ) -> Float[Tensor, "batch token dim"]:
+        """The embedding of each token at its position."""
+        context_length, num_positions = self.position.num_embeddings, tokens.shape[1]
+        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            num_positions = max(num_positions, int(positions.max()) + 1)
+        if num_positions > context_length:
+            raise ValueError(f"The sequence is {num_positions} long, but the model learned {context_length} positions.")
+        return self.token(tokens) + self.position(positions)
+
+
+class TiedHead(nn.Module):
+    """Logits by the token embedding's own weight, which is handed over at call time: one name per parameter."""
+
+    def forward(
+        self, x: Float[Tensor, "batch token dim"], embedding: Float[Tensor, "vocab dim"]
+    ) -> Float[Tensor, "batch token vocab"]:
+        """The scalar product with each token's embedding."""
+        return F.linear(x, embedding)
+
+
+class Head(nn.Module):
+    """Logits by a weight of its own."""
+
+    def __init__(self, dim: int, vocab_size: int):
+        super().__init__()
+        self.linear = nn.Linear(dim, vocab_size, bias=False)
+
+    def forward(
+        self, x: Float[Tensor, "batch token dim"], embedding: Float[Tensor, "vocab dim"]
+    ) -> Float[Tensor, "batch token vocab"]:
+        """A linear map."""
+        return self.linear(x)

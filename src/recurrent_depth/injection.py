@@ -1,0 +1,129 @@
+"""What the blocks see at each step: the state, and what reaches them of the anchor. And the noise on it."""
+
+import abc
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from recurrent_depth.contracts import Call, PartCost, Tree
+
+
+class GaussianNoise(nn.Module):
+    """Adds N(0, std²) in training mode, drawn anew at every call from the global RNG.
+
+    The global RNG, so that activation checkpointing replays the same noise. With `std=0`, and in evaluation mode
+    unless `in_evaluation`, nothing is drawn and the RNG stays where it is.
+
+    Args:
+        std: the standard deviation.
+        per_token: one draw per token, shared by its features, in place of one per element.
+        in_evaluation: noise in evaluation mode too.
+
+    Raises:
+        ValueError: if `std` is negative.
+    """
+
+    def __init__(self, std: float, *, per_token: bool = False, in_evaluation: bool = False):
+        super().__init__()
+        if not std >= 0:
+            raise ValueError(f"std of the noise must be at least 0, got {std}.")
+        self.std, self.per_token, self.in_evaluation = std, per_token, in_evaluation
+
+    def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
+        """`x + noise`, in the dtype of `x`."""
+        if self.std == 0 or not (self.training or self.in_evaluation):
+            return x
+        return x + self.std * torch.randn_like(x[..., :1] if self.per_token else x)
+
+    def extra_repr(self) -> str:
+        """Its settings, for `print(model)`."""
+        return f"std={self.std}, per_token={self.per_token}, in_evaluation={self.in_evaluation}"
+
+
+class Injection(nn.Module, abc.ABC):
+    """What the blocks see at a step. Work that no step changes is done once, in `begin`."""
+
+    @abc.abstractmethod
+    def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> Tree:
+        """What every step needs of the anchor; leaves lead with (batch, token)."""
+
+    @abc.abstractmethod
+    def forward(
+        self, h: Float[Tensor, "batch token dim"], context: Tree, step: int
+    ) -> Float[Tensor, "batch token dim"]:
+        """The input of the blocks."""
+
+    @abc.abstractmethod
+    def cost(self) -> PartCost:
+        """Its matrix FLOPs per token."""
+
+
+class KeepState(Injection):
+    """The blocks see the state alone: the plain loop."""
+
+    def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> None:
+        """Nothing."""
+
+    def forward(
+        self, h: Float[Tensor, "batch token dim"], context: None, step: int
+    ) -> Float[Tensor, "batch token dim"]:
+        """The state."""
+        return h
+
+    def cost(self) -> PartCost:
+        """None."""
+        return PartCost()
+
+
+class AddAnchor(Injection):
+    """The blocks see `h + anchor`: the input is re-injected by addition, without weights."""
+
+    def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> Float[Tensor, "batch token dim"]:
+        """The anchor itself."""
+        return anchor
+
+    def forward(
+        self, h: Float[Tensor, "batch token dim"], context: Float[Tensor, "batch token dim"], step: int
+    ) -> Float[Tensor, "batch token dim"]:
+        """The sum."""
+        return h + context
+
+    def cost(self) -> PartCost:
+        """None: additions are not counted."""
+        return PartCost()
+
+
+class ConcatProjection(Injection):
+    """The blocks see `W [h + noise; anchor] + b`, a learned projection of state and anchor back to the width.
+
+    `W` is held as a state half and an anchor half, since `W [h; a] = W_1 h + W_2 a` and `W_2 a + b` is the same at
+    every step: it is computed once, which saves 2 d² FLOPs per token at each further step.
+
+    Args:
+        dim: the width.
+        noise: what is added to the state before it is projected; the anchor half stays clean.
+        bias: whether there is a `b`.
+
+    Reference: Geiping et al., 2025, arXiv 2502.05171; with noise Hegazy et al., 2026, arXiv 2608.15062.
+    """
+
+    def __init__(self, dim: int, noise: nn.Module | None = None, *, bias: bool = True):
+        super().__init__()
+        self.state = nn.Linear(dim, dim, bias=False)
+        self.anchor = nn.Linear(dim, dim, bias=bias)
+        self.noise = noise if noise is not None else nn.Identity()
+
+    def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> Float[Tensor, "batch token dim"]:
+        """`W_2 anchor + b`."""
+        return self.anchor(anchor)
+
+    def forward(
+        self, h: Float[Tensor, "batch token dim"], context: Float[Tensor, "batch token dim"], step: int
+    ) -> Float[Tensor, "batch token dim"]:
+        """`W_1 (h + noise)` and the anchor's half."""
+        return self.state(self.noise(h)) + context
+
+    def cost(self) -> PartCost:
+        """One half once, the other at every step."""
+        return PartCost(begin=2 * self.anchor.weight.numel(), step=2 * self.state.weight.numel())

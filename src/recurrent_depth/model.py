@@ -1,0 +1,158 @@
+"""The language model around the loop: embed, prelude, core, coda, head."""
+
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from recurrent_depth.attention import causal_mask
+from recurrent_depth.blocks import Stack
+from recurrent_depth.contracts import At, Call, ModelKeyValues, Notes
+from recurrent_depth.core import RecurrentCore, Trajectory
+from recurrent_depth.depth import Depth, Layout, as_depth
+from recurrent_depth.update import DepthState
+
+
+class RecurrentTransformer(nn.Module):
+    """A causal language model whose middle blocks are run again and again.
+
+    A dense Transformer is the same model with one step of a plain core.
+
+    Args:
+        embed: called as `embed(tokens, positions)`; its `token.weight` is handed to the head.
+        prelude: the blocks before the loop; what they give is the anchor.
+        core: the loop.
+        coda: the blocks behind the loop.
+        norm: the final norm.
+        head: called as `head(x, embedding_weight)`.
+        num_steps: full depth.
+    """
+
+    def __init__(
+        self,
+        embed: nn.Module,
+        prelude: Stack,
+        core: RecurrentCore,
+        coda: Stack,
+        *,
+        norm: nn.Module,
+        head: nn.Module,
+        num_steps: int,
+    ):
+        super().__init__()
+        self.embed, self.prelude, self.core, self.coda, self.norm, self.head = embed, prelude, core, coda, norm, head
+        self.num_steps = num_steps
+
+    @property
+    def layout(self) -> Layout:
+        """Blocks before, in and behind the loop, and full depth."""
+        return Layout(len(self.prelude.blocks), len(self.core.stack.blocks), self.num_steps, len(self.coda.blocks))
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch token"],
+        num_steps: int | Depth | Sequence[int] | None = None,
+        *,
+        mask: Bool[Tensor, "batch key"] | Int[Tensor, "batch key"] | None = None,
+        positions: Int[Tensor, "#batch token"] | None = None,
+        start: Float[Tensor, "batch token dim"] | None = None,
+        kv: ModelKeyValues | None = None,
+    ) -> Float[Tensor, "batch token vocab"]:
+        """Logits after `num_steps` steps; full depth by default, in training too: a sampler draws outside.
+
+        Args:
+            tokens: token ids.
+            num_steps: one number for all rows, one for each, or a `Depth`.
+            mask: True at real tokens, False at padding, over all keys.
+            positions: by default 0, 1, 2, ..., counted from a row's first real token.
+            start: an initial state in place of the update's own.
+            kv: what a cache shows of earlier tokens.
+
+        Raises:
+            ValueError: for tokens that are empty, no integers or outside of the vocabulary (checked on CPU), for a mask
+                of another shape, for more tokens than learned positions, and for an impossible depth.
+        """
+        return self.trajectory(tokens, num_steps, mask=mask, positions=positions, start=start, kv=kv).output
+
+    def trajectory(
+        self,
+        tokens: Int[Tensor, "batch token"],
+        num_steps: int | Depth | Sequence[int] | None = None,
+        *,
+        mask: Bool[Tensor, "batch key"] | Int[Tensor, "batch key"] | None = None,
+        positions: Int[Tensor, "#batch token"] | None = None,
+        start: Float[Tensor, "batch token dim"] | None = None,
+        kv: ModelKeyValues | None = None,
+        every_step: bool = False,
+    ) -> Trajectory:
+        """What `forward` goes through: the last state, or with `every_step` the state after each step."""
+        check_tokens(tokens, self.embed.token.num_embeddings)
+        depth = self._depth(num_steps, batch=tokens.shape[0])
+        at = _at(tokens, mask, positions, cached=kv is not None)
+        embedding = self.embed(tokens, at.positions)
+        anchor = self.prelude(embedding, at, kv=None if kv is None else kv.prelude)
+        call = Call(depth.num_steps, tokens, embedding, at.positions, mask, start)
+        states = self.core.states(anchor, depth, call, at._replace(notes=None), None if kv is None else kv.core)
+        kept = tuple(states) if every_step else tuple(deque(states, maxlen=1))
+
+        def readout(state: DepthState) -> Tensor:
+            return self.readout(self.core.update.read(state), at, kv)
+
+        return Trajectory(kept, readout, at.notes)
+
+    def readout(
+        self, x: Float[Tensor, "batch token dim"], at: At, kv: ModelKeyValues | None = None
+    ) -> Float[Tensor, "batch token vocab"]:
+        """Logits of what the loop gave: coda, final norm and head."""
+        x = self.coda(x, at, kv=None if kv is None else kv.coda)
+        return self.head(self.norm(x), self.embed.token.weight)
+
+    def compile_step(self, **arguments: Any) -> None:
+        """Compiles one step of the loop with `torch.compile(**arguments)`; it serves every depth."""
+        self.core.compile_step(**arguments)
+
+    def _depth(self, num_steps: object, batch: int) -> Depth:
+        depth = as_depth(self.num_steps if num_steps is None else num_steps, batch=batch)
+        if depth.num_steps > self.num_steps:
+            warnings.warn(
+                f"{depth.num_steps} steps asked for, but full depth is {self.num_steps}: deeper than trained.",
+                stacklevel=4,
+            )
+        return depth
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Raises a ValueError for tokens that are not (batch, token), empty, no integers, or outside of the vocabulary.
+
+    Their values are looked at on CPU only, and not under torch.compile, where looking would cost a synchronisation.
+    """
+    if tokens.ndim != 2 or tokens.numel() == 0:
+        raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"tokens must be integers, got {tokens.dtype}.")
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (int(value) for value in tokens.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"tokens must lie in 0 to {vocab_size - 1}, the vocabulary; got {low} to {high}.")
+
+
+def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cached: bool) -> At:
+    batch, num_tokens = tokens.shape
+    if mask is None:
+        default = torch.arange(num_tokens, device=tokens.device)[None]
+        return At(default if positions is None else positions, notes=Notes())
+    if (
+        mask.ndim != 2
+        or mask.shape[0] != batch
+        or mask.shape[1] < num_tokens
+        or (mask.shape[1] > num_tokens and not cached)
+    ):
+        raise ValueError(f"mask must be {(batch, num_tokens)} like tokens, got {tuple(mask.shape)}.")
+    mask = mask.bool()
+    counted = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
+    valid = mask[:, -num_tokens:]
+    return At(counted if positions is None else positions, causal_mask(mask, num_tokens), valid, notes=Notes())

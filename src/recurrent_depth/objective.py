@@ -1,0 +1,75 @@
+"""Training objectives: functions of a trajectory, and the wrapper that gives a trainer one `forward`."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from recurrent_depth.core import Trajectory
+from recurrent_depth.depth import Depth
+from recurrent_depth.model import RecurrentTransformer
+
+Objective = Callable[[Trajectory, Tensor, Tensor | None], Tensor]
+"""Makes a loss of a trajectory, the tokens and the padding mask."""
+
+IGNORED = -100
+
+
+def next_token_loss(
+    logits: Float[Tensor, "batch token vocab"],
+    tokens: Int[Tensor, "batch token"],
+    mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
+) -> Float[Tensor, ""]:
+    """Cross-entropy of each token given those before it: the mean over all real targets, in nats per token.
+
+    Args:
+        logits: what the model says at each token.
+        tokens: the same tokens; the target at token `t` is token `t + 1`.
+        mask: True at real tokens; padding is no target.
+
+    Raises:
+        ValueError: if there is no next token to predict.
+    """
+    if tokens.shape[1] < 2:
+        raise ValueError(f"tokens must be at least 2 long to have a next token, got shape {tuple(tokens.shape)}.")
+    targets = tokens if mask is None else tokens.masked_fill(~mask.bool(), IGNORED)
+    targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED).long()
+    total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def last_step_loss(
+    trajectory: Trajectory,
+    tokens: Int[Tensor, "batch token"],
+    mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
+) -> Float[Tensor, ""]:
+    """The next-token loss after the last step, plus the auxiliary losses: how the GRT is trained, at sampled depth."""
+    loss = next_token_loss(trajectory.output, tokens, mask)
+    return torch.stack([loss, *trajectory.losses.values()]).sum()
+
+
+class WithObjective(nn.Module):
+    """A model and its loss behind one `forward`, which is all that data-parallel wrappers see.
+
+    Args:
+        model: the model.
+        objective: makes a loss of the trajectory, the tokens and the mask.
+        every_step: whether the objective reads the state after each step.
+    """
+
+    def __init__(self, model: RecurrentTransformer, objective: Objective = last_step_loss, *, every_step: bool = False):
+        super().__init__()
+        self.model, self.objective, self.every_step = model, objective, every_step
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch token"],
+        num_steps: int | Depth | Sequence[int] | None = None,
+        *,
+        mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
+    ) -> Float[Tensor, ""]:
+        """The loss at this depth."""
+        trajectory = self.model.trajectory(tokens, num_steps, mask=mask, every_step=self.every_step)
+        return self.objective(trajectory, tokens, mask)

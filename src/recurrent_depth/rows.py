@@ -1,0 +1,75 @@
+"""A depth for each row: rows are sorted once, deepest first, so that the rows still at work are a prefix."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from recurrent_depth.contracts import At
+from recurrent_depth.depth import Depth
+from recurrent_depth.trees import map_tensors
+from recurrent_depth.update import DepthState
+
+
+class RowOrder:
+    """The order of the rows by depth, and what it does to states."""
+
+    def __init__(self, depth: Depth, device: torch.device):
+        rows = depth.rows or ()
+        order = sorted(range(len(rows)), key=lambda row: -rows[row])
+        self.depths = [rows[row] for row in order]
+        self.grad_steps = depth.grad_steps or depth.num_steps
+        self.order = torch.tensor(order, device=device)
+        self.back = self.order.argsort()
+
+    def active(self, step: int) -> int:
+        """How many rows take this step; they are the first."""
+        return sum(depth > step for depth in self.depths)
+
+    def frozen(self, step: int) -> int:
+        """How many of those take it without gradients: the deepest ones, whose end is still far."""
+        return sum(depth > step + self.grad_steps for depth in self.depths)
+
+    def sort(self, state: DepthState) -> DepthState:
+        """The state with its rows in this order."""
+        return map_rows(lambda leaf: leaf[self.order], state)
+
+    def unsort(self, state: DepthState) -> DepthState:
+        """The state with its rows as the caller gave them."""
+        return map_rows(lambda leaf: leaf[self.back], state)
+
+    def sort_at(self, at: At) -> At:
+        """`at` with its rows in this order."""
+        return map_rows_of_at(lambda leaf: leaf[self.order], at)
+
+
+def merge(after: DepthState, before: DepthState, active: int) -> DepthState:
+    """The rows that took the step, and behind them those that had left."""
+    if active == before.h.shape[0]:
+        return after
+
+    def join(new: Tensor, old: Tensor) -> Tensor:
+        return torch.cat([new, old[active:]])
+
+    changing = [(state.h, state.write, state.carry, state.memory) for state in (after, before)]
+    h, write, carry, memory = map_tensors(join, *changing)
+    return DepthState(h, write, before.context, carry, memory, after.losses)
+
+
+def map_rows(change: Callable[[Tensor], Tensor], state: DepthState) -> DepthState:
+    """Applies a change of rows to every leaf that has rows: all but the losses."""
+    return DepthState(*map_tensors(change, tuple(state[:-1])), losses=state.losses)
+
+
+def map_rows_of_at(change: Callable[[Tensor], Tensor], at: At) -> At:
+    """Applies a change of rows to what a block may read; positions shared by all rows stay."""
+    shared = at.positions is not None and at.positions.shape[0] == 1
+    positions = at.positions if shared else map_tensors(change, at.positions)
+    return at._replace(positions=positions, mask=map_tensors(change, at.mask), valid=map_tensors(change, at.valid))
+
+
+def detach_first(state: DepthState, count: int) -> DepthState:
+    """The state with its first `count` rows cut from the graph."""
+    if count == 0:
+        return state
+    return map_rows(lambda leaf: torch.cat([leaf[:count].detach(), leaf[count:]]), state)

@@ -1,0 +1,92 @@
+"""The shared blocks as one step sees them."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from recurrent_depth.contracts import At, KeyValues, Notes, Pick, Tree
+from recurrent_depth.trees import map_tensors
+
+
+class StepBlocks:
+    """The shared blocks at one step: called with what they shall see, they give the candidate.
+
+    What blocks say beside their output, losses and memory, is collected in `notes`; the loop folds it into the state,
+    so that a step stays a pure function.
+
+    Args:
+        stack: called as `stack(x, at, step, kv)`.
+        at: where the blocks are called, the same at every step.
+        step: which step this is, from 0.
+        kv: the cache as this step sees it, one view per block; None without a cache.
+        notes: what the blocks remembered at the step before.
+        pick: the tokens that every call is about; None for all.
+    """
+
+    def __init__(
+        self,
+        stack: nn.Module,
+        at: At,
+        step: int,
+        kv: Sequence[KeyValues] | None,
+        notes: Notes,
+        pick: Pick | None = None,
+    ):
+        self.stack, self.at, self.step, self.kv, self.notes, self.pick = stack, at, step, kv, notes, pick
+
+    def __call__(
+        self, x: Float[Tensor, "batch token dim"], pick: Pick | None = None, condition: Tree = None
+    ) -> Float[Tensor, "batch token dim"]:
+        """The blocks' output.
+
+        Args:
+            x: what the blocks see; with `pick`, the picked tokens alone.
+            pick: which tokens these are, so that their positions, mask and memory are picked alike.
+            condition: what step-conditioned blocks read.
+        """
+        if pick is not None:
+            return self.picked(pick)(x, condition=condition)
+        notes = self.notes if self.pick is None else _pick_notes(self.notes, self.pick)
+        at = self.at if self.pick is None else pick_at(self.at, self.pick)
+        out = self.stack(x, at._replace(condition=condition, notes=notes), self.step, self.kv)
+        if self.pick is not None:
+            _return_notes(notes, self.notes, self.pick, self.at)
+        return out
+
+    def picked(self, pick: Pick) -> "StepBlocks":
+        """The same blocks for the picked tokens alone: what a router hands to the update that it wraps."""
+        whole = pick if self.pick is None else self.pick.narrow(pick)
+        return StepBlocks(self.stack, self.at, self.step, self.kv, self.notes, whole)
+
+
+def pick_at(at: At, pick: Pick) -> At:
+    """`at` for the picked tokens: their positions, and a mask that also hides the padding among them."""
+    batch, num_picked = pick.index.shape
+    positions = None if at.positions is None else pick.gather(at.positions.expand(batch, -1))
+    valid = pick.valid if at.valid is None else pick.gather(at.valid) & pick.valid_like()
+    mask = valid
+    if at.mask is not None:
+        mask = pick.gather(at.mask)
+        if mask.ndim == 3:
+            mask = mask.gather(2, pick.index[:, None].expand(-1, num_picked, -1))
+        mask = mask if pick.valid is None else mask & (pick.valid if mask.ndim == 2 else pick.valid[:, None])
+    return at._replace(positions=positions, mask=mask, valid=valid)
+
+
+def _pick_notes(notes: Notes, pick: Pick) -> Notes:
+    return Notes({layer: map_tensors(pick.gather, memory) for layer, memory in notes.before.items()})
+
+
+def _return_notes(picked: Notes, notes: Notes, pick: Pick, at: At) -> None:
+    for name, loss in picked.losses.items():
+        notes.add_loss(name, loss)
+    for layer, memory in picked.after.items():
+        notes.after[layer] = _scatter_memory(notes, layer, memory, pick, at)
+
+
+def _scatter_memory(notes: Notes, layer: int, memory: Tree, pick: Pick, at: At) -> Tree:
+    num_tokens = at.positions.shape[1]
+    blank = map_tensors(lambda leaf: leaf.new_zeros(leaf.shape[0], num_tokens, *leaf.shape[2:]), memory)
+    whole = notes.after.get(layer, notes.before.get(layer, blank))
+    return map_tensors(pick.scatter, whole, memory)

@@ -1,0 +1,142 @@
+"""Depth updates: how a step's result is written back into the state."""
+
+import abc
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from recurrent_depth.contracts import Call, Tree, UpdateCost
+from recurrent_depth.gate import DepthGate
+from recurrent_depth.injection import Injection
+from recurrent_depth.step import StepBlocks
+
+
+class DepthState(NamedTuple):
+    """What goes from step to step. Every leaf of `context`, `carry` and `memory` leads with (batch, token).
+
+    Attributes:
+        h: the state.
+        write: the share that the last step wrote, the mean of `1 - g` over the features: the gate's own exit signal.
+            1 where a step replaces the state, and before the first.
+        context: made once by `begin`, the same at every step.
+        carry: what else an update changes from step to step: memory slots, streams, halting mass.
+        memory: what each block remembers for its next step, by its place in the stack. Kept by the loop.
+        losses: auxiliary losses by name, summed over the steps; they leave padding out.
+    """
+
+    h: Float[Tensor, "batch token dim"]
+    write: Float[Tensor, "batch token"]
+    context: Tree = ()
+    carry: Tree = ()
+    memory: dict[int, Tree] = {}
+    losses: dict[str, Float[Tensor, ""]] = {}
+
+
+def initial_state(h: Float[Tensor, "batch token dim"], context: Tree = (), carry: Tree = ()) -> DepthState:
+    """The state before the first step, with the defaults of all that an update does not use."""
+    return DepthState(h, h.new_ones(h.shape[:2], dtype=torch.float32), context, carry)
+
+
+class DepthUpdate(nn.Module, abc.ABC):
+    """A rule for one step of depth. It receives the blocks, and decides what they see and what is written back.
+
+    To an update the shared blocks are what its vector field is to an ODE solver. A new method is one such class: the
+    loop is never edited. The state keeps the anchor's dtype.
+    """
+
+    @abc.abstractmethod
+    def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
+        """The state before the first step, and everything that no step changes. Always differentiated."""
+
+    @abc.abstractmethod
+    def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
+        """The state after this step; a pure function of its arguments, its parameters and the global RNG."""
+
+    @abc.abstractmethod
+    def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
+        """What is made of the state after the last step: the input of the coda."""
+
+    @abc.abstractmethod
+    def cost(self, num_steps: int) -> UpdateCost:
+        """What the update spends beside the blocks in a forward of so many steps."""
+
+
+class ReplaceState(DepthUpdate):
+    """`h <- blocks(inject(h))`: each step's result replaces the state.
+
+    Args:
+        inject: what the blocks see; `KeepState()` is the plain loop.
+        start: makes the initial state from the anchor; the anchor itself by default.
+    """
+
+    def __init__(self, inject: Injection, start: nn.Module | None = None):
+        super().__init__()
+        self.inject = inject
+        self.start = start if start is not None else nn.Identity()
+
+    def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
+        """The anchor, or the caller's `start`."""
+        h = self.start(anchor) if call.start is None else call.start
+        return initial_state(h, context=self.inject.begin(anchor, call))
+
+    def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
+        """The blocks' output."""
+        candidate = blocks(self.inject(state.h, state.context, step))
+        return state._replace(h=candidate.to(state.h.dtype), write=torch.ones_like(state.write))
+
+    def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
+        """The state."""
+        return state.h
+
+    def cost(self, num_steps: int) -> UpdateCost:
+        """The injection's."""
+        return UpdateCost(*self.inject.cost())
+
+
+class GateContext(NamedTuple):
+    """What the injection and the gate keep of the anchor."""
+
+    inject: Tree
+    gate: Tree
+
+
+class GatedDepthUpdate(DepthUpdate):
+    """`h <- g * h + (1 - g) * blocks(inject(h))`: an elementwise gate decides how much each step may write.
+
+    With g at 1 a step is the identity, with g at 0 it is the plain loop. The blend is float32, as the gate is.
+
+    Args:
+        inject: what the blocks see.
+        gate: gives the share `1 - g`.
+        start: makes the initial state from the anchor; the anchor itself by default. `GaussianNoise(0.1)` is the other
+            reading of the source, a start from `h_pre + eps`.
+
+    Reference: Hegazy et al., 2026, arXiv 2608.15062.
+    """
+
+    def __init__(self, inject: Injection, gate: DepthGate, start: nn.Module | None = None):
+        super().__init__()
+        self.inject, self.gate = inject, gate
+        self.start = start if start is not None else nn.Identity()
+
+    def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
+        """The anchor or the caller's `start`, and the anchor's halves of the injection and the gate."""
+        h = self.start(anchor) if call.start is None else call.start
+        return initial_state(h, context=GateContext(self.inject.begin(anchor, call), self.gate.begin(anchor)))
+
+    def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
+        """The gated blend of state and candidate."""
+        candidate = blocks(self.inject(state.h, state.context.inject, step))
+        write = self.gate(state.h, state.context.gate)
+        h = torch.lerp(state.h.float(), candidate.float(), write)
+        return state._replace(h=h.to(state.h.dtype), write=write.mean(-1))
+
+    def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
+        """The state."""
+        return state.h
+
+    def cost(self, num_steps: int) -> UpdateCost:
+        """The injection's and the gate's."""
+        return UpdateCost(*self.inject.cost().plus(self.gate.cost()))
