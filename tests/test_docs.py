@@ -1,0 +1,57 @@
+"""Every Python block of the README and of the documentation runs, and the README's commands are those that CI runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The code blocks of a page, each with the line where it starts."""
+    text = page.read_text()
+    return [(text[: m.start()].count("\n") + 1, m[2]) for m in FENCE.finditer(text) if m[1] == language]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+def test_code_of_the_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "__main__"}
+    for line, code in blocks(page, "python"):
+        # Blank lines in front, so that a traceback names the page's own line.
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    assert "rd" in namespace
+
+
+def test_readme_has_an_example():
+    assert blocks(ROOT / "README.md", "python")
+
+
+def test_ci_runs_the_tests_as_the_readme_says():
+    wanted = re.search(r"grep -E '(.*?)' README.md", (ROOT / ".ci" / "run").read_text())
+    assert wanted is not None
+    found = [line for line in (ROOT / "README.md").read_text().splitlines() if re.search(wanted[1], line)]
+    assert len(found) == 1
+    assert found[0] in [code.strip() for _, code in blocks(ROOT / "README.md", "bash")]
+
+
+def test_every_install_command_of_the_readme_uses_the_constraints():
+    commands = [code for _, code in blocks(ROOT / "README.md", "bash") if "pip install" in code]
+    assert len(commands) == 2
+    assert all("pip install -c constraints.txt -e " in code for code in commands)
+    train = re.search(r"python (\S+\.py)", commands[0])
+    assert train is not None
+    assert (ROOT / train[1]).is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_to_files_lead_somewhere(page: Path):
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
