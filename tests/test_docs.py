@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import recurrent_depth as rd
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -55,3 +57,10 @@ def test_every_install_command_of_the_readme_uses_the_constraints():
 def test_links_to_files_lead_somewhere(page: Path):
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = re.findall(r"^::: recurrent_depth\.([\w.]+)$", reference, re.MULTILINE)
+    assert sorted(set(rd.__all__) - set(listed)) == []
+    assert len(listed) == len(set(listed))
