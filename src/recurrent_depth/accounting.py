@@ -1,0 +1,167 @@
+"""Exact parameters and FLOPs of a model, in closed form: nothing is run.
+
+FLOPs are those of matrix products, a multiply-add counting as two; norms, activations, the embedding lookup and the
+elementwise part of a gate are left out, as everywhere. All functions take a model, on any device, or its `Outline`.
+"""
+
+from beartype import beartype
+from torch import nn
+
+from recurrent_depth.counting import (
+    EXECUTED,
+    PAPER,
+    Counting,
+    Flops,
+    causal_attention,
+    every_step,
+    forward_flops,
+    full_attention,
+    once,
+)
+from recurrent_depth.depth import require_whole
+from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.outline import Outline, outline
+from recurrent_depth.sampling import DepthSampler, ExpectedDepth
+
+__all__ = [
+    "EXECUTED",
+    "PAPER",
+    "Counting",
+    "Flops",
+    "Outline",
+    "causal_attention",
+    "every_step",
+    "executed_blocks",
+    "flops",
+    "flops_breakdown",
+    "flops_per_token",
+    "full_attention",
+    "num_nanogpt_parameters",
+    "num_non_embedding_parameters",
+    "num_parameters",
+    "once",
+    "outline",
+    "training_flops",
+]
+
+
+@beartype
+def num_parameters(model: nn.Module | Outline) -> int:
+    """All parameters, each tensor once, however often it is used: the same at every number of steps."""
+    return model.num_parameters if isinstance(model, Outline) else sum(p.numel() for p in model.parameters())
+
+
+@beartype
+def num_non_embedding_parameters(model: RecurrentTransformer | Outline) -> int:
+    """All parameters but the token and the position table and the head, whether the head is tied or not."""
+    of = outline(model)
+    return of.num_parameters - of.num_embedding_parameters
+
+
+@beartype
+def num_nanogpt_parameters(model: RecurrentTransformer | Outline) -> int:
+    """All parameters but the position table: what nanoGPT prints as the model's size."""
+    of = outline(model)
+    return of.num_parameters - of.num_position_parameters
+
+
+@beartype
+def executed_blocks(model: RecurrentTransformer | Outline, num_steps: int | None = None) -> int:
+    """Blocks that a forward runs: `prelude + core * num_steps + coda`; at full depth by default.
+
+    Raises:
+        ValueError: if `num_steps` is below 1.
+    """
+    layout = outline(model).layout
+    return layout._replace(num_steps=layout.num_steps if num_steps is None else num_steps).executed
+
+
+@beartype
+def flops(
+    model: RecurrentTransformer | Outline,
+    tokens: int | None = None,
+    num_steps: int | None = None,
+    *,
+    counting: Counting = EXECUTED,
+) -> int:
+    """FLOPs of one forward of one sequence.
+
+    Args:
+        model: the model or its outline.
+        tokens: the length of the sequence; by default all positions that the model has learned.
+        num_steps: steps taken; full depth by default.
+        counting: the convention.
+
+    Raises:
+        ValueError: if `tokens` or `num_steps` is below 1, or `tokens` missing where no positions are learned.
+    """
+    return flops_breakdown(model, tokens, num_steps, counting=counting).total
+
+
+@beartype
+def flops_per_token(
+    model: RecurrentTransformer | Outline,
+    tokens: int | None = None,
+    num_steps: int | None = None,
+    *,
+    counting: Counting = EXECUTED,
+) -> float:
+    """FLOPs of one forward of one sequence over its number of tokens; arguments and errors are those of `flops`."""
+    of = outline(model)
+    return flops(of, tokens, num_steps, counting=counting) / _num_tokens(of, tokens)
+
+
+@beartype
+def flops_breakdown(
+    model: RecurrentTransformer | Outline,
+    tokens: int | None = None,
+    num_steps: int | None = None,
+    *,
+    counting: Counting = EXECUTED,
+) -> Flops:
+    """FLOPs of one forward of one sequence, part by part; arguments and errors are those of `flops`."""
+    of = outline(model)
+    steps = of.layout.num_steps if num_steps is None else require_whole("num_steps", num_steps, at_least=1)
+    return forward_flops(of, _num_tokens(of, tokens), steps, counting)
+
+
+@beartype
+def training_flops(
+    model: RecurrentTransformer | Outline,
+    depth: DepthSampler | ExpectedDepth,
+    tokens: int | None = None,
+    *,
+    draw: int = 0,
+    counting: Counting = EXECUTED,
+) -> float:
+    """FLOPs that training spends on one sequence, on average over the sampler's draws.
+
+    A forward counts once, its backward twice, that of steps without gradients not at all, and steps that a
+    checkpointing core recomputes once more. Attention's backward counts twice too, though fused kernels compute its
+    scores again; and everything outside of the loop is counted as differentiated, as it is where the anchor reaches
+    the last steps. A truncated run saves a gradient more: that of the state which its last steps start from.
+
+    Args:
+        model: the model or its outline.
+        depth: the sampler, or its expected depth.
+        tokens: the length of the sequence; by default all positions that the model has learned.
+        draw: the draw that a curriculum is asked for.
+        counting: the convention.
+
+    Raises:
+        ValueError: if `tokens` is below 1, or missing where no positions are learned.
+    """
+    of = outline(model)
+    expected = depth if isinstance(depth, ExpectedDepth) else depth.expected(draw)
+    outside, full = (forward_flops(of, _num_tokens(of, tokens), n, counting).total for n in (0, of.layout.num_steps))
+    step = (full - outside) / of.layout.num_steps
+    backward = 3 if of.checkpointing else 2
+    return 3 * outside + step * (expected.num_steps + backward * expected.grad_steps)
+
+
+def _num_tokens(of: Outline, tokens: int | None) -> int:
+    if tokens is None and of.context_length is None:
+        raise ValueError(
+            "tokens is None, but must be given: this model has learned no positions that would bound them."
+        )
+    return require_whole("tokens", of.context_length if tokens is None else tokens, at_least=1)

@@ -1,0 +1,61 @@
+"""What the costs of a model follow from, read off a model or put together for a layout that nobody has built."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from recurrent_depth.contracts import BlockCost, UpdateCost
+from recurrent_depth.depth import Layout
+from recurrent_depth.model import RecurrentTransformer
+
+
+class Outline(NamedTuple):
+    """All that accounting knows of a model.
+
+    Attributes:
+        layout: its blocks, and full depth.
+        prelude: matrix FLOPs of the blocks before the loop.
+        core: matrix FLOPs of the blocks in the loop, for one step.
+        coda: matrix FLOPs of the blocks behind the loop.
+        update: what the update spends beside the blocks in so many steps.
+        head: matrix FLOPs of the head per token.
+        num_parameters: all unique parameters.
+        num_embedding_parameters: those of the token and the position table, and of a head that is not tied.
+        num_position_parameters: those of the position table.
+        context_length: how many positions were learned; None where blocks know positions themselves.
+        checkpointing: whether the backward pass recomputes each step.
+    """
+
+    layout: Layout
+    prelude: BlockCost
+    core: BlockCost
+    coda: BlockCost
+    update: Callable[[int], UpdateCost]
+    head: int
+    num_parameters: int
+    num_embedding_parameters: int
+    num_position_parameters: int
+    context_length: int | None
+    checkpointing: bool
+
+
+def outline(model: RecurrentTransformer | Outline) -> Outline:
+    """The outline of a model; an outline is its own."""
+    if isinstance(model, Outline):
+        return model
+    parameters = dict(model.named_parameters())
+    position = parameters.get("embed.position.weight")
+    return Outline(
+        layout=model.layout,
+        prelude=model.prelude.cost(),
+        core=model.core.stack.cost(),
+        coda=model.coda.cost(),
+        update=model.core.update.cost,
+        head=2 * parameters["embed.token.weight"].numel(),
+        num_parameters=sum(p.numel() for p in parameters.values()),
+        num_embedding_parameters=sum(
+            p.numel() for name, p in parameters.items() if name.startswith(("embed.", "head."))
+        ),
+        num_position_parameters=0 if position is None else position.numel(),
+        context_length=None if position is None else position.shape[0],
+        checkpointing=model.core.checkpointing,
+    )
