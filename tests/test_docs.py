@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -10,6 +11,7 @@ import recurrent_depth as rd
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+QUOTE = re.compile(r"^```py title=\"(.*?)\"\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
@@ -30,6 +32,13 @@ def test_code_of_the_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, mo
         # Blank lines in front, so that a traceback names the page's own line.
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
     assert "rd" in namespace
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if QUOTE.search(page.read_text())], ids=name)
+def test_code_quoted_from_a_file_stands_in_it(page: Path):
+    for quote in QUOTE.finditer(page.read_text()):
+        source = (ROOT / quote[1]).read_text()
+        assert any(indent(quote[2], " " * depth) in source for depth in (0, 4))
 
 
 def test_readme_has_an_example():
