@@ -14,9 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from recurrent_depth.blocks import Stack
 from recurrent_depth.contracts import At, Call, KeyValues, Notes
 from recurrent_depth.depth import Depth, as_depth
-from recurrent_depth.rows import RowOrder, detach_first, map_rows, map_rows_of_at, merge
+from recurrent_depth.rows import RowOrder, detach_first, map_changing, map_rows, map_rows_of_at, merge
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate
+
+StepViews = Callable[[int], Sequence[KeyValues]]
+"""Gives each step its view of a cache: one per block."""
 
 
 class Trajectory(NamedTuple):
@@ -83,7 +86,7 @@ class RecurrentCore(nn.Module):
         mask: Bool[Tensor, "batch key"] | Bool[Tensor, "batch query key"] | None = None,
         positions: Int[Tensor, "#batch token"] | None = None,
         start: Float[Tensor, "batch token dim"] | None = None,
-        kv: Callable[[int], Sequence[KeyValues]] | None = None,
+        kv: StepViews | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Float[Tensor, "batch token dim"]:
         """What the update reads from the state after the last step.
@@ -115,7 +118,7 @@ class RecurrentCore(nn.Module):
         depth: Depth,
         call: Call,
         at: At,
-        kv: Callable[[int], Sequence[KeyValues]] | None = None,
+        kv: StepViews | None = None,
     ) -> Iterator[DepthState]:
         """The loop itself: yields the state after each step. Whoever stops reading leaves early.
 
@@ -129,11 +132,13 @@ class RecurrentCore(nn.Module):
             return
         frozen_steps = depth.num_steps - min(depth.grad_steps or depth.num_steps, depth.num_steps)
         for step in range(depth.num_steps):
-            with torch.no_grad() if step < frozen_steps else nullcontext():
-                state = self._step(state, at, step, kv)
+            frozen = step < frozen_steps
+            with torch.no_grad() if frozen else nullcontext():
+                before = map_changing(Tensor.detach, state) if frozen else state
+                state = self._step(before, at, step, kv)
             yield state
 
-    def _states_by_row(self, state: DepthState, depth: Depth, at: At, kv) -> Iterator[DepthState]:
+    def _states_by_row(self, state: DepthState, depth: Depth, at: At, kv: StepViews | None) -> Iterator[DepthState]:
         if kv is not None or at.extra:
             raise ValueError("A depth for each row goes neither with a cache nor with extra arguments.")
         order = RowOrder(depth, device=state.h.device)
@@ -146,16 +151,18 @@ class RecurrentCore(nn.Module):
             state = merge(after, state, active)
             yield order.unsort(state)
 
-    def _step(self, state: DepthState, at: At, step: int, kv) -> DepthState:
-        arguments = (self.update, self.stack, state, at, step, None if kv is None else kv(step))
+    def _step(self, state: DepthState, at: At, step: int, kv: StepViews | None) -> DepthState:
+        def take(state: DepthState) -> DepthState:
+            notes = Notes(state.memory)
+            blocks = StepBlocks(self.stack, at, step, None if kv is None else kv(step), notes)
+            return self._take_step(self.update, state, blocks)
+
         if not (self.checkpointing and torch.is_grad_enabled()):
-            return self._take_step(*arguments)
+            return take(state)
         if kv is not None:
-            warnings.warn(
-                "A forward that writes a cache is not checkpointed: recomputing would write it twice.", stacklevel=2
-            )
-            return self._take_step(*arguments)
-        return checkpoint(self._take_step, *arguments, use_reentrant=False)
+            warnings.warn("A forward with a cache is not checkpointed: recomputing would write twice.", stacklevel=2)
+            return take(state)
+        return checkpoint(take, state, use_reentrant=False)
 
     def compile_step(self, **arguments: Any) -> None:
         """Compiles one step with `torch.compile(**arguments)`; it then serves every depth.
@@ -165,14 +172,11 @@ class RecurrentCore(nn.Module):
         self._take_step = torch.compile(take_step, **arguments)
 
 
-def take_step(
-    update: DepthUpdate, stack: nn.Module, state: DepthState, at: At, step: int, kv: Sequence[KeyValues] | None
-) -> DepthState:
-    """One step of the loop, a pure function: the update's, with what the blocks said folded into the state."""
-    notes = Notes(state.memory)
-    state = update(state, StepBlocks(stack, at, step, kv, notes), step)
-    losses = add_losses(state.losses, notes.losses)
-    return state._replace(memory={**state.memory, **notes.after}, losses=losses)
+def take_step(update: DepthUpdate, state: DepthState, blocks: StepBlocks) -> DepthState:
+    """One step of the loop: the update's, with what the blocks said folded into the state."""
+    state = update(state, blocks, blocks.step)
+    losses = add_losses(state.losses, blocks.notes.losses)
+    return state._replace(memory={**state.memory, **blocks.notes.after}, losses=losses)
 
 
 def add_losses(some: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:

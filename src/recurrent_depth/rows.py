@@ -44,16 +44,24 @@ class RowOrder:
 
 
 def merge(after: DepthState, before: DepthState, active: int) -> DepthState:
-    """The rows that took the step, and behind them those that had left."""
+    """The rows that took the step, and behind them those that had left; the context is that of all rows."""
     if active == before.h.shape[0]:
-        return after
+        return after._replace(context=before.context)
+    return map_changing(lambda new, old: torch.cat([new, old[active:]]), after, before)._replace(context=before.context)
 
-    def join(new: Tensor, old: Tensor) -> Tensor:
-        return torch.cat([new, old[active:]])
 
-    changing = [(state.h, state.write, state.carry, state.memory) for state in (after, before)]
-    h, write, carry, memory = map_tensors(join, *changing)
-    return DepthState(h, write, before.context, carry, memory, after.losses)
+def detach_first(state: DepthState, count: int) -> DepthState:
+    """The state with its first `count` rows cut from the graph; the context learns through every step that does."""
+    if count == state.h.shape[0]:
+        return map_changing(Tensor.detach, state)
+    return map_changing(lambda leaf: torch.cat([leaf[:count].detach(), leaf[count:]]), state) if count else state
+
+
+def map_changing(change: Callable[..., Tensor], state: DepthState, *others: DepthState) -> DepthState:
+    """Applies `change` to all leaves that change from step to step: those of `h`, `write`, `carry` and `memory`."""
+    parts = [(one.h, one.write, one.carry, one.memory) for one in (state, *others)]
+    h, write, carry, memory = map_tensors(change, *parts)
+    return state._replace(h=h, write=write, carry=carry, memory=memory)
 
 
 def map_rows(change: Callable[[Tensor], Tensor], state: DepthState) -> DepthState:
@@ -66,10 +74,3 @@ def map_rows_of_at(change: Callable[[Tensor], Tensor], at: At) -> At:
     shared = at.positions is not None and at.positions.shape[0] == 1
     positions = at.positions if shared else map_tensors(change, at.positions)
     return at._replace(positions=positions, mask=map_tensors(change, at.mask), valid=map_tensors(change, at.valid))
-
-
-def detach_first(state: DepthState, count: int) -> DepthState:
-    """The state with its first `count` rows cut from the graph."""
-    if count == 0:
-        return state
-    return map_rows(lambda leaf: torch.cat([leaf[:count].detach(), leaf[count:]]), state)
