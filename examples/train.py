@@ -1,0 +1,133 @@
+"""Trains recurrent-depth Transformers on text, one after the other, and compares them.
+
+    python examples/train.py                                  # a GRT and a dense model on Python sources, 2 CPU cores
+    python examples/train.py --model grt --data my_texts/     # one model, on your own text
+    python examples/train.py --preset grt_medium --data tokens.bin --out runs/medium
+
+Stop it with Ctrl-C, or let it be killed: the same command goes on from the last checkpoint.
+"""
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from arguments import parse
+from journal import Journal
+from plan import Job, plan
+from report import report
+from tqdm import tqdm
+from trainer import Trainer
+
+
+class StopRequest:
+    """Turns Ctrl-C or SIGTERM into a wish to stop after the running step; the second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+        tqdm.write("\nStopping after this step; once more to stop at once.")
+
+    def agreed(self, accelerator: Accelerator) -> bool:
+        """Whether any process was asked to stop: all must stop after the same step."""
+        if self.signal is not None:
+            accelerator.set_trigger()
+        return accelerator.check_trigger()
+
+
+def start_accelerator(bf16: bool) -> Accelerator:
+    """On the GPUs if there are any, else on the CPU.
+
+    Raises:
+        ValueError: if the processes did not find each other, or the weights are to be sharded.
+    """
+    accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", cpu=not torch.cuda.is_available())
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started:
+        raise ValueError(f"{started} processes were started, but each sees {accelerator.num_processes}: use torchrun.")
+    if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+        raise ValueError(f"Whole weights are trained and saved here, but {accelerator.distributed_type} shards them.")
+    return accelerator
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Where arguments, data or the disk are at fault and not the code, the message alone ends the script."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
+    """Trains one model to the end, or until asked to stop; returns whether it is at the end."""
+    with told_plainly():
+        trainer = Trainer(job, accelerator)
+    steps, run, main = job.arguments.recipe.steps, job.arguments.run, accelerator.is_main_process
+    if trainer.step == steps:
+        return True
+    journal = Journal(job.folder, trainer.step, accelerator.process_index, run.tensorboard)
+    bar = tqdm(initial=trainer.step, total=steps, desc=job.name, disable=None if main else True)
+    stopping = False
+    while trainer.step < steps and not stopping:
+        record = trainer.take_step()
+        journal.write(record)
+        bar.update()
+        stopping, last = stop.agreed(accelerator), trainer.step == steps
+        if last or trainer.step % run.eval_every == 0:
+            looked = trainer.look()
+            journal.write(looked)
+            if main:
+                tqdm.write(f"{job.name} {_in_words(record, looked)}")
+        if last or stopping or trainer.step % run.save_every == 0:
+            journal.sync()
+            with told_plainly():
+                trainer.save()
+    bar.close()
+    return trainer.step == steps
+
+
+def _in_words(record: dict[str, Any], looked: dict[str, Any]) -> str:
+    loss, validation, gate = record["loss"], looked["validation_loss"], looked["mean_gate"]
+    return f"step {record['step']:>5}: training loss {loss:.3f}, validation loss {validation:.3f}, mean gate {gate:.3f}"
+
+
+def introduce(jobs: list[Job], accelerator: Accelerator) -> None:
+    """Says what is about to happen."""
+    corpus, recipe = jobs[0].corpus, jobs[0].arguments.recipe
+    tokens = recipe.batch_size * recipe.accumulation * accelerator.num_processes * jobs[0].windows.shape[1]
+    print(f"Text: {corpus.source}, {corpus.train.size:,} tokens to train on and {corpus.held_out.size:,} held out")
+    print(f"      (SHA-256 {corpus.checksum[:16]}, tokens are {corpus.kind})")
+    print(f"Models: {', '.join(job.name for job in jobs)}; {recipe.steps} steps of {tokens:,} tokens for each")
+    print(f"Folder: {jobs[0].arguments.run.out}; stop with Ctrl-C, the same command goes on", flush=True)
+
+
+def main() -> None:
+    """Plans, trains each model, reports."""
+    with told_plainly():
+        arguments = parse()
+        accelerator = start_accelerator(arguments.recipe.bf16)
+        jobs = plan(arguments, accelerator.num_processes)
+    if accelerator.is_main_process:
+        introduce(jobs, accelerator)
+    stop = StopRequest()
+    for job in jobs:
+        if not train(job, accelerator, stop):
+            print(f"Stopped; nothing is lost. To go on: python {shlex.join(sys.argv)}")
+            sys.exit(128 + (stop.signal or signal.SIGTERM))
+    if accelerator.is_main_process:
+        report(jobs, accelerator.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""One model in training: everything that a step changes, so that it can stop anywhere and go on as if it had not."""
+
+import time
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from data import batch
+from evaluation import evaluate
+from models import build, sampler
+from plan import Job
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import recurrent_depth as rd
+from recurrent_depth.training import (
+    latest_checkpoint,
+    load_checkpoint,
+    parameter_groups,
+    random_state,
+    save_checkpoint,
+    warmup_cosine,
+)
+
+
+class Trainer:
+    """A model, its optimizer and where they stand: at the newest checkpoint of the job, or at the beginning.
+
+    Raises:
+        ValueError: if the checkpoints are damaged, or of a run with other arguments.
+    """
+
+    def __init__(self, job: Job, accelerator: Accelerator):
+        recipe = job.arguments.recipe
+        self.job, self.accelerator = job, accelerator
+        torch.manual_seed(recipe.seed)
+        self.model = build(job.config["model"]).to(accelerator.device)
+        scales = {"core.update.gate": recipe.gate_lr_scale} if recipe.gate_lr_scale != 1 and _has_gate(self.model) else {}
+        groups = parameter_groups(self.model, recipe.weight_decay, scales, lr=recipe.lr)
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
+        torch.manual_seed(recipe.seed + 1 + accelerator.process_index)  # every process has noise of its own
+        self.step = self._resume()
+        factor = warmup_cosine(recipe.steps, recipe.warmup, recipe.floor)
+        self.schedule = LambdaLR(self.optimizer, factor, last_epoch=self.step - 1)
+        self.sampler = sampler(self.model, job.arguments.depth, recipe.seed)
+        if job.arguments.depth.depth == "poisson":  # its tail is meant to go beyond full depth
+            warnings.filterwarnings("ignore", message=".* deeper than trained")
+        self.model.core.checkpointing = recipe.checkpointing
+        if recipe.compile:
+            self.model.compile_step()
+        self.wrapped = accelerator.prepare(rd.WithObjective(self.model))
+
+    def _resume(self) -> int:
+        found = latest_checkpoint(self.job.folder)
+        if found is None:
+            return 0
+        rank = self.accelerator.process_index
+        options = {"model": self.model, "optimizer": self.optimizer, "config": self.job.config, "rank": rank}
+        return load_checkpoint(found.path, **options).step
+
+    def take_step(self) -> dict[str, Any]:
+        """One optimizer step, at one depth for all of its forwards; returns what happened."""
+        started, recipe, depth = time.perf_counter(), self.job.arguments.recipe, self.sampler(self.step)
+        loss = sum(self._accumulate(tokens, depth, last) for tokens, last in self._batches())
+        loss = float(self.accelerator.reduce(loss, "mean"))
+        if not loss < float("inf"):
+            raise ValueError(f"The loss is {loss} at step {self.step + 1}: lower lr, from the checkpoint in {self.job.folder}.")
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        self.step += 1
+        seconds = time.perf_counter() - started
+        return {
+            "step": self.step,
+            "loss": loss,
+            "num_steps": depth.num_steps,
+            "lr": lr,
+            "gradient_norm": norm,
+            "seconds": seconds,
+        }
+
+    def _batches(self) -> list[tuple[Tensor, bool]]:
+        recipe, processes = self.job.arguments.recipe, self.accelerator.num_processes
+        num_rows = recipe.accumulation * processes * recipe.batch_size
+        length = self.job.windows.shape[1]
+        rows = batch(self.job.corpus.train, self.step, seed=recipe.seed, num_rows=num_rows, length=length)
+        shares = rows.view(recipe.accumulation, processes, recipe.batch_size, length)[:, self.accelerator.process_index]
+        return [(tokens, number == recipe.accumulation - 1) for number, tokens in enumerate(shares)]
+
+    def _accumulate(self, tokens: Tensor, depth: rd.Depth, last: bool) -> Tensor:
+        # Processes exchange gradients once per optimizer step.
+        with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+            loss = self.wrapped(tokens.to(self.accelerator.device), depth) / self.job.arguments.recipe.accumulation
+            self.accelerator.backward(loss)
+        return loss.detach()
+
+    def look(self) -> dict[str, Any]:
+        """Loss and gates on held-out text at full depth."""
+        full = self.model.layout.num_steps
+        loss, gates = evaluate(self.model, self.job.windows, [full], self.job.arguments.recipe.batch_size)
+        return {"step": self.step, "validation_loss": loss[0], "gates": gates, "mean_gate": sum(gates) / len(gates)}
+
+    def save(self) -> None:
+        """Writes a checkpoint, on one process with the random numbers of all."""
+        states = gather_object([random_state()])
+        if self.accelerator.is_main_process:
+            options = {"model": self.model, "optimizer": self.optimizer, "config": self.job.config}
+            save_checkpoint(self.job.folder, self.step, **options, random_states=states)
+        self.accelerator.wait_for_everyone()
+
+
+def _has_gate(model: rd.RecurrentTransformer) -> bool:
+    return any(name.startswith("core.update.gate.") for name, _ in model.named_parameters())
