@@ -143,7 +143,9 @@ class Arguments:
     def __post_init__(self) -> None:
         if self.preset != "cpu" and self.model != ModelArguments():
             changed = [k for k, v in asdict(self.model).items() if v != asdict(ModelArguments())[k]]
-            raise ValueError(f"{', '.join(changed)} cannot be given with --preset {self.preset}, which says it already.")
+            raise ValueError(
+                f"{', '.join(changed)} cannot be given with --preset {self.preset}, which says it already."
+            )
 
 
 def _require_above(limit: int, arguments: object, *names: str) -> None:

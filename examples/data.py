@@ -75,7 +75,13 @@ def tokenize(documents: Documents, tokenizer: Tokenizer) -> Corpus:
     train, held_out = (_join(part, tokenizer) for part in (documents.train, documents.held_out))
     bytes_per_token = sum(len(content) for _, content in documents.held_out) / max(1, held_out.size)
     return Corpus(
-        documents.source, tokenizer.kind, train, held_out, tokenizer.vocab_size, bytes_per_token, _checksum(train, held_out)
+        documents.source,
+        tokenizer.kind,
+        train,
+        held_out,
+        tokenizer.vocab_size,
+        bytes_per_token,
+        _checksum(train, held_out),
     )
 
 
@@ -162,14 +168,18 @@ def _hash(name: str) -> int:
 def _join(documents: list[tuple[str, bytes]], tokenizer: Tokenizer) -> np.ndarray:
     end = np.array([] if tokenizer.end is None else [tokenizer.end])
     parts = [np.append(tokenizer.encode(name, content), end) for name, content in documents]
-    return np.concatenate(parts).astype(np.min_scalar_type(tokenizer.vocab_size - 1)) if parts else np.zeros(0, np.uint8)
+    return (
+        np.concatenate(parts).astype(np.min_scalar_type(tokenizer.vocab_size - 1)) if parts else np.zeros(0, np.uint8)
+    )
 
 
 def _map_tokens(path: Path) -> np.ndarray:
     if not path.is_file() or path.stat().st_size == 0:
         raise ValueError(f"data is {path}, but there is no such file, or it is empty.")
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False) if path.suffix == ".npy" else np.memmap(path, "<u2", "r")
+        tokens = (
+            np.load(path, mmap_mode="r", allow_pickle=False) if path.suffix == ".npy" else np.memmap(path, "<u2", "r")
+        )
     except ValueError as error:
         raise ValueError(f"{path} does not hold token ids as uint16: {error}.") from None
     if tokens.ndim != 1 or tokens.dtype != np.uint16:

@@ -1,6 +1,6 @@
 """How good a model is on held-out text, at every depth, and how good mere counting is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,14 +29,18 @@ def evaluate(model: rd.RecurrentTransformer, windows: Tensor, depths: Sequence[i
     model.eval()
     device = model.norm.weight.device
     losses, gates = torch.zeros(len(depths), dtype=torch.float64), torch.zeros(max(depths), dtype=torch.float64)
-    for tokens in windows.split(batch_size):
-        tokens = tokens.to(device)
+    for part in windows.split(batch_size):
+        tokens = part.to(device)
         trajectory = model.trajectory(tokens, max(depths), every_step=True)
         share = len(tokens) / len(windows)
-        losses += share * torch.tensor([rd.next_token_loss(trajectory.at(depth - 1), tokens).item() for depth in depths])
-        gates += share * torch.tensor([1 - state.write.mean().item() for state in trajectory.states])
+        losses += share * _vector(rd.next_token_loss(trajectory.at(depth - 1), tokens) for depth in depths)
+        gates += share * _vector(1 - state.write.mean() for state in trajectory.states)
     model.train(training)
     return Evaluation(losses.tolist(), gates.tolist())
+
+
+def _vector(values: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(values)).double().cpu()
 
 
 def trigram_loss(train: np.ndarray, windows: Tensor) -> float:

@@ -47,6 +47,11 @@ def sampler(model: rd.RecurrentTransformer, arguments: DepthArguments, seed: int
     return rd.UniformDepth(full, seed=seed, grad_steps=grad_steps)
 
 
+def has_gate(model: rd.RecurrentTransformer) -> bool:
+    """Whether the update has a gate that learns."""
+    return any(name.startswith("core.update.gate.") for name, _ in model.named_parameters())
+
+
 def _without_ends(layout: rd.Layout) -> rd.Layout:
     if layout.executed % layout.stored:
         raise ValueError(

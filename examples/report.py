@@ -1,13 +1,13 @@
 """What came out of a run: figures on the terminal and in metrics.json, a plot, and a piece of text."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from data import held_out_windows
 from evaluation import evaluate, trigram_loss
 from journal import read_journal
+from models import has_gate
 from plan import Job
 from plots import plot
 from sample import load_model, load_tokenizer, sample
@@ -55,12 +55,13 @@ def _measure_model(job: Job, windows: torch.Tensor, device: torch.device) -> dic
     losses, gates = evaluate(model, windows, depths, job.arguments.recipe.batch_size)
     return {
         "layout": str(model.layout),
+        "label": f"{job.name} {model.layout if model.layout.num_steps > 1 else f'{model.layout.stored} blocks'}",
         "parameters": accounting.num_parameters(model),
         "flops_per_token": accounting.flops_per_token(model, windows.shape[1]),
         "validation_loss": losses[-1],
         "loss_by_depth": losses,
         "depth_gain": losses[0] - losses[-1],
-        "gates": gates,
+        "gates": gates if has_gate(model) else None,
         "training_seconds": sum(record["seconds"] for record in steps),
         "final_training_loss": steps[-1]["loss"],
     }
@@ -78,7 +79,7 @@ def as_text(metrics: dict[str, Any]) -> str:
     """The report as a table."""
     unit, models = metrics["unit"], metrics["models"]
     rows = [
-        ("", [f"{name} {model['layout']}" for name, model in models.items()]),
+        ("", [model["label"] for model in models.values()]),
         ("parameters", [f"{model['parameters']:,}" for model in models.values()]),
         ("FLOPs per token", [f"{model['flops_per_token'] / 1e6:,.1f} M" for model in models.values()]),
         ("training time", [f"{model['training_seconds']:,.0f} s" for model in models.values()]),
@@ -95,14 +96,16 @@ def as_text(metrics: dict[str, Any]) -> str:
 
 def _by_depth(name: str, model: dict[str, Any], unit: str) -> str:
     losses, gates, gain = model["loss_by_depth"], model["gates"], model["depth_gain"]
-    return (
-        f"\n\n{name}, left after each step of the loop ({unit}):"
-        + "\n  step  " + "".join(f"{step + 1:>8}" for step in range(len(losses)))
-        + "\n  loss  " + "".join(f"{loss:>8.4f}" for loss in losses)
-        + "\n  gate  " + "".join(f"{gate:>8.4f}" for gate in gates)
-        + f"\n  depth gain, loss after 1 step less loss after {len(losses)}: {gain:.4f}"
-        + "\n  (the gate is the mean share of the state that a step keeps: near 1, the loop is hardly used)"
-    )
+    lines = [
+        f"{name}, left after each step of the loop ({unit}):",
+        "  step " + "".join(f"{step + 1:>8}" for step in range(len(losses))),
+        "  loss " + "".join(f"{loss:>8.4f}" for loss in losses),
+        f"  depth gain, the loss after step 1 less that after step {len(losses)}: {gain:.4f}",
+    ]
+    if gates is not None:
+        lines.insert(3, "  gate " + "".join(f"{gate:>8.4f}" for gate in gates))
+        lines.append("  gate: the mean share of the state that a step keeps; near 1, the loop is hardly used")
+    return "\n\n" + "\n".join(lines)
 
 
 def _indented(text: str) -> str:

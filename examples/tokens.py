@@ -1,33 +1,37 @@
 """How text becomes token ids, and ids text again."""
 
+import abc
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back."""
+class Tokenizer(abc.ABC):
+    """Text to ids and back.
+
+    Attributes:
+        kind: what a checkpoint calls its tokens.
+        vocab_size: how many ids there are.
+        end: the id that ends a document, if there is one.
+    """
 
     kind: str
-    """What a checkpoint calls it."""
     vocab_size: int
     end: int | None
-    """The id that ends a document, if there is one."""
 
+    @abc.abstractmethod
     def encode(self, name: str, content: bytes) -> np.ndarray:
         """The ids of a text; `name` is for messages."""
-        ...
 
+    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> bytes:
         """The bytes of some ids; they may end within a character."""
-        ...
 
 
-class Bytes:
+class Bytes(Tokenizer):
     """Every byte is a token: nothing to train, nothing to download, and a loss in nats per byte."""
 
     kind = "bytes"
@@ -41,7 +45,7 @@ class Bytes:
         return bytes(ids)
 
 
-class BytePairs:
+class BytePairs(Tokenizer):
     """A byte-level BPE of the `tokenizers` library.
 
     Raises:

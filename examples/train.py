@@ -24,6 +24,8 @@ from report import report
 from tqdm import tqdm
 from trainer import Trainer
 
+from recurrent_depth import accounting
+
 
 class StopRequest:
     """Turns Ctrl-C or SIGTERM into a wish to stop after the running step; the second one ends the process at once."""
@@ -74,10 +76,13 @@ def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
     with told_plainly():
         trainer = Trainer(job, accelerator)
     steps, run, main = job.arguments.recipe.steps, job.arguments.run, accelerator.is_main_process
+    if main:
+        print(f"\n{job.name}: {_where(trainer, steps)}", flush=True)
     if trainer.step == steps:
         return True
+    job.folder.with_name("metrics.json").unlink(missing_ok=True)
     journal = Journal(job.folder, trainer.step, accelerator.process_index, run.tensorboard)
-    bar = tqdm(initial=trainer.step, total=steps, desc=job.name, disable=None if main else True)
+    bar = tqdm(initial=trainer.step, total=steps, desc=job.name, unit="step", disable=None if main else True)
     stopping = False
     while trainer.step < steps and not stopping:
         record = trainer.take_step()
@@ -88,7 +93,7 @@ def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
             looked = trainer.look()
             journal.write(looked)
             if main:
-                tqdm.write(f"{job.name} {_in_words(record, looked)}")
+                tqdm.write(_in_words(record, looked))
         if last or stopping or trainer.step % run.save_every == 0:
             journal.sync()
             with told_plainly():
@@ -97,19 +102,32 @@ def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
     return trainer.step == steps
 
 
+def _where(trainer: Trainer, steps: int) -> str:
+    layout, num_parameters = trainer.model.layout, accounting.num_parameters(trainer.model)
+    size = f"layout {layout}, {num_parameters:,} parameters, {layout.executed} blocks run of {layout.stored} stored"
+    if trainer.step == steps:
+        return f"{size}; trained to the end before"
+    return f"{size}; {f'goes on after step {trainer.step}' if trainer.step else 'training begins'}"
+
+
 def _in_words(record: dict[str, Any], looked: dict[str, Any]) -> str:
-    loss, validation, gate = record["loss"], looked["validation_loss"], looked["mean_gate"]
-    return f"step {record['step']:>5}: training loss {loss:.3f}, validation loss {validation:.3f}, mean gate {gate:.3f}"
+    gate = f", mean gate {looked['mean_gate']:.3f}" if "mean_gate" in looked else ""
+    losses = f"training loss {record['loss']:.3f}, held-out loss {looked['validation_loss']:.3f}"
+    return f"  step {record['step']:>5}: {losses}{gate}"
 
 
-def introduce(jobs: list[Job], accelerator: Accelerator) -> None:
+def introduce(jobs: list[Job], num_processes: int) -> None:
     """Says what is about to happen."""
     corpus, recipe = jobs[0].corpus, jobs[0].arguments.recipe
-    tokens = recipe.batch_size * recipe.accumulation * accelerator.num_processes * jobs[0].windows.shape[1]
-    print(f"Text: {corpus.source}, {corpus.train.size:,} tokens to train on and {corpus.held_out.size:,} held out")
-    print(f"      (SHA-256 {corpus.checksum[:16]}, tokens are {corpus.kind})")
-    print(f"Models: {', '.join(job.name for job in jobs)}; {recipe.steps} steps of {tokens:,} tokens for each")
-    print(f"Folder: {jobs[0].arguments.run.out}; stop with Ctrl-C, the same command goes on", flush=True)
+    tokens = recipe.batch_size * recipe.accumulation * num_processes * jobs[0].windows.shape[1]
+    print(
+        f"Text:    {corpus.source}; {corpus.train.size:,} {corpus.kind} to train on, {corpus.held_out.size:,} held out"
+    )
+    print(f"         (checksum {corpus.checksum[:16]})")
+    print(
+        f"Models:  {', '.join(job.name for job in jobs)}; each takes {recipe.steps:,} steps of {tokens:,} {corpus.kind}"
+    )
+    print(f"Folder:  {jobs[0].arguments.run.out}; stop with Ctrl-C, and the same command goes on", flush=True)
 
 
 def main() -> None:
@@ -119,7 +137,7 @@ def main() -> None:
         accelerator = start_accelerator(arguments.recipe.bf16)
         jobs = plan(arguments, accelerator.num_processes)
     if accelerator.is_main_process:
-        introduce(jobs, accelerator)
+        introduce(jobs, accelerator.num_processes)
     stop = StopRequest()
     for job in jobs:
         if not train(job, accelerator, stop):

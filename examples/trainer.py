@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from data import batch
 from evaluation import evaluate
-from models import build, sampler
+from models import build, has_gate, sampler
 from plan import Job
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -38,7 +38,9 @@ class Trainer:
         self.job, self.accelerator = job, accelerator
         torch.manual_seed(recipe.seed)
         self.model = build(job.config["model"]).to(accelerator.device)
-        scales = {"core.update.gate": recipe.gate_lr_scale} if recipe.gate_lr_scale != 1 and _has_gate(self.model) else {}
+        scales = (
+            {"core.update.gate": recipe.gate_lr_scale} if recipe.gate_lr_scale != 1 and has_gate(self.model) else {}
+        )
         groups = parameter_groups(self.model, recipe.weight_decay, scales, lr=recipe.lr)
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
         torch.manual_seed(recipe.seed + 1 + accelerator.process_index)  # every process has noise of its own
@@ -67,7 +69,9 @@ class Trainer:
         loss = sum(self._accumulate(tokens, depth, last) for tokens, last in self._batches())
         loss = float(self.accelerator.reduce(loss, "mean"))
         if not loss < float("inf"):
-            raise ValueError(f"The loss is {loss} at step {self.step + 1}: lower lr, from the checkpoint in {self.job.folder}.")
+            raise ValueError(
+                f"The loss is {loss} at step {self.step + 1}: lower lr, from the checkpoint in {self.job.folder}."
+            )
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
@@ -100,10 +104,11 @@ class Trainer:
         return loss.detach()
 
     def look(self) -> dict[str, Any]:
-        """Loss and gates on held-out text at full depth."""
+        """The loss on held-out text at full depth, and what the gate keeps there at each step."""
         full = self.model.layout.num_steps
-        loss, gates = evaluate(self.model, self.job.windows, [full], self.job.arguments.recipe.batch_size)
-        return {"step": self.step, "validation_loss": loss[0], "gates": gates, "mean_gate": sum(gates) / len(gates)}
+        losses, gates = evaluate(self.model, self.job.windows, [full], self.job.arguments.recipe.batch_size)
+        record = {"step": self.step, "validation_loss": losses[0]}
+        return {**record, "mean_gate": sum(gates) / full, "gates": gates} if has_gate(self.model) else record
 
     def save(self) -> None:
         """Writes a checkpoint, on one process with the random numbers of all."""
@@ -112,7 +117,3 @@ class Trainer:
             options = {"model": self.model, "optimizer": self.optimizer, "config": self.job.config}
             save_checkpoint(self.job.folder, self.step, **options, random_states=states)
         self.accelerator.wait_for_everyone()
-
-
-def _has_gate(model: rd.RecurrentTransformer) -> bool:
-    return any(name.startswith("core.update.gate.") for name, _ in model.named_parameters())

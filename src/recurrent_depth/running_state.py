@@ -95,7 +95,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     if any(parameter not in names for parameter in _parameters(optimizer)):
         raise ValueError(
             "The optimizer holds a parameter that the model does not: give the bare model it was built for."
