@@ -108,7 +108,7 @@ def flops_per_token(
 ) -> float:
     """FLOPs of one forward of one sequence over its number of tokens; arguments and errors are those of `flops`."""
     of = outline(model)
-    return flops(of, tokens, num_steps, counting=counting) / _num_tokens(of, tokens)
+    return flops(of, tokens, num_steps, counting=counting) / of.length(tokens)
 
 
 @beartype
@@ -122,7 +122,7 @@ def flops_breakdown(
     """FLOPs of one forward of one sequence, part by part; arguments and errors are those of `flops`."""
     of = outline(model)
     steps = of.layout.num_steps if num_steps is None else require_whole("num_steps", num_steps, at_least=1)
-    return forward_flops(of, _num_tokens(of, tokens), steps, counting)
+    return forward_flops(of, of.length(tokens), steps, counting)
 
 
 @beartype
@@ -153,15 +153,7 @@ def training_flops(
     """
     of = outline(model)
     expected = depth if isinstance(depth, ExpectedDepth) else depth.expected(draw)
-    outside, full = (forward_flops(of, _num_tokens(of, tokens), n, counting).total for n in (0, of.layout.num_steps))
+    outside, full = (forward_flops(of, of.length(tokens), n, counting).total for n in (0, of.layout.num_steps))
     step = (full - outside) / of.layout.num_steps
     backward = 3 if of.checkpointing else 2
     return 3 * outside + step * (expected.num_steps + backward * expected.grad_steps)
-
-
-def _num_tokens(of: Outline, tokens: int | None) -> int:
-    if tokens is None and of.context_length is None:
-        raise ValueError(
-            "tokens is None, but must be given: this model has learned no positions that would bound them."
-        )
-    return require_whole("tokens", of.context_length if tokens is None else tokens, at_least=1)

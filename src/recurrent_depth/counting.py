@@ -83,11 +83,14 @@ class Flops(NamedTuple):
 def forward_flops(of: Outline, num_tokens: int, num_steps: int, counting: Counting) -> Flops:
     """The closed form: one sequence of `num_tokens`; 0 steps give what a forward spends outside of them."""
     update = of.update(num_steps)
-    shares = update.shares or (1.0,) * num_steps
+    if update.shares:
+        core = sum(_stack(of.core, round(share * num_tokens), counting) for share in update.shares)
+    else:
+        core = num_steps * _stack(of.core, num_tokens, counting)
     return Flops(
         prelude=_stack(of.prelude, num_tokens, counting),
         begin=counting.begin(num_steps) * update.begin * num_tokens,
-        core=sum(_stack(of.core, round(share * num_tokens), counting) for share in shares),
+        core=core,
         update=num_steps * update.step * num_tokens,
         coda=_stack(of.coda, num_tokens, counting),
         head=of.head * num_tokens * counting.head,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from recurrent_depth.contracts import BlockCost, UpdateCost
-from recurrent_depth.depth import Layout
+from recurrent_depth.depth import Layout, require_whole
 from recurrent_depth.model import RecurrentTransformer
 
 
@@ -37,6 +37,16 @@ class Outline(NamedTuple):
     context_length: int | None
     checkpointing: bool
 
+    def length(self, tokens: int | None) -> int:
+        """How long a sequence to count: `tokens`, or else all positions that were learned.
+
+        Raises:
+            ValueError: if `tokens` is below 1, or missing where no positions are learned.
+        """
+        if tokens is None and self.context_length is None:
+            raise ValueError("tokens is None, but must be given: this model has learned no positions to bound them.")
+        return require_whole("tokens", self.context_length if tokens is None else tokens, at_least=1)
+
 
 def outline(model: RecurrentTransformer | Outline) -> Outline:
     """The outline of a model; an outline is its own."""
@@ -47,7 +57,7 @@ def outline(model: RecurrentTransformer | Outline) -> Outline:
     return Outline(
         layout=model.layout,
         prelude=model.prelude.cost(),
-        core=model.core.stack.cost(),
+        core=model.core.stack.cost(),  # pyright: ignore[reportCallIssue]
         coda=model.coda.cost(),
         update=model.core.update.cost,
         head=2 * parameters["embed.token.weight"].numel(),
