@@ -1,6 +1,7 @@
 """Every Python block of the README and of the documentation runs, and the README's commands are those that CI runs."""
 
 import re
+import shlex
 from pathlib import Path
 from textwrap import indent
 
@@ -66,6 +67,17 @@ def test_every_install_command_of_the_readme_uses_the_constraints():
 def test_links_to_files_lead_somewhere(page: Path):
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_commands_for_the_training_example_are_understood(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from arguments import parse
+
+    commands = [code for page in PAGES for _, code in blocks(page, "bash")]
+    given = [m[1] for code in commands for m in re.finditer(r"python examples/train\.py(.*)", code)]
+    assert len(given) >= 4
+    for arguments in given:
+        parse(shlex.split(arguments))
 
 
 def test_every_public_name_has_its_place_in_the_reference():
