@@ -15,10 +15,14 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 QUOTE = re.compile(r"^```py title=\"(.*?)\"\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The code blocks of a page, each with the line where it starts."""
+def fences(page: Path) -> list[tuple[int, str, str]]:
+    """The fenced blocks of a page: the line where each starts, its language, its text."""
     text = page.read_text()
-    return [(text[: m.start()].count("\n") + 1, m[2]) for m in FENCE.finditer(text) if m[1] == language]
+    return [(text[: m.start()].count("\n") + 1, m[1], m[2]) for m in FENCE.finditer(text)]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for _, of, code in fences(page) if of == language]
 
 
 def name(page: Path) -> str:
@@ -26,12 +30,16 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
-def test_code_of_the_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_code_of_the_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "__main__"}
-    for line, code in blocks(page, "python"):
-        # Blank lines in front, so that a traceback names the page's own line.
-        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    for line, language, code in fences(page):
+        if language == "python":
+            # Blank lines in front, so that a traceback names the page's own line.
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+            printed = capsys.readouterr().out
+        elif language == "text":
+            assert printed.strip() == code.strip()
     assert "rd" in namespace
 
 
@@ -51,11 +59,11 @@ def test_ci_runs_the_tests_as_the_readme_says():
     assert wanted is not None
     found = [line for line in (ROOT / "README.md").read_text().splitlines() if re.search(wanted[1], line)]
     assert len(found) == 1
-    assert found[0] in [code.strip() for _, code in blocks(ROOT / "README.md", "bash")]
+    assert found[0] in [code.strip() for code in blocks(ROOT / "README.md", "bash")]
 
 
 def test_every_install_command_of_the_readme_uses_the_constraints():
-    commands = [code for _, code in blocks(ROOT / "README.md", "bash") if "pip install" in code]
+    commands = [code for code in blocks(ROOT / "README.md", "bash") if "pip install" in code]
     assert len(commands) == 2
     assert all("pip install -c constraints.txt -e " in code for code in commands)
     train = re.search(r"python (\S+\.py)", commands[0])
@@ -73,7 +81,7 @@ def test_commands_for_the_training_example_are_understood(monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from arguments import parse
 
-    commands = [code for page in PAGES for _, code in blocks(page, "bash")]
+    commands = [code for page in PAGES for code in blocks(page, "bash")]
     given = [m[1] for code in commands for m in re.finditer(r"python examples/train\.py(.*)", code)]
     assert len(given) >= 4
     for arguments in given:
