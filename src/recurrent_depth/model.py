@@ -90,9 +90,10 @@ class RecurrentTransformer(nn.Module):
         every_step: bool = False,
     ) -> Trajectory:
         """What `forward` goes through: the last state, or with `every_step` the state after each step."""
-        check_tokens(tokens, self.embed.token.num_embeddings)
+        tokens = checked_tokens(tokens, self.embed.token.num_embeddings)
+        mask = _checked_mask(mask, tokens, cached=kv is not None)
         depth = self._depth(num_steps, batch=tokens.shape[0])
-        at = _at(tokens, mask, positions, cached=kv is not None)
+        at = _at(tokens, mask, positions)
         embedding = self.embed(tokens, at.positions)
         anchor = self.prelude(embedding, at, kv=None if kv is None else kv.prelude)
         call = Call(depth.num_steps, tokens, embedding, at.positions, mask, start)
@@ -125,10 +126,13 @@ class RecurrentTransformer(nn.Module):
         return depth
 
 
-def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """Raises a ValueError for tokens that are not (batch, token), empty, no integers, or outside of the vocabulary.
+def checked_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
+    """The tokens, in a dtype that an embedding takes.
 
     Their values are looked at on CPU only, and not under torch.compile, where looking would cost a synchronisation.
+
+    Raises:
+        ValueError: if they are not (batch, token), empty, no integers, or outside of the vocabulary.
     """
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
@@ -138,21 +142,28 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"tokens must lie in 0 to {vocab_size - 1}, the vocabulary; got {low} to {high}.")
+    return tokens if tokens.dtype in (torch.int32, torch.int64) else tokens.long()
 
 
-def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cached: bool) -> At:
+def _checked_mask(mask: Tensor | None, tokens: Tensor, cached: bool) -> Tensor | None:
+    if mask is None:
+        return None
     batch, num_tokens = tokens.shape
+    fits = mask.ndim == 2 and mask.shape[0] == batch
+    if not fits or mask.shape[1] < num_tokens or (mask.shape[1] > num_tokens and not cached):
+        raise ValueError(f"mask must be {(batch, num_tokens)} like tokens, got {tuple(mask.shape)}.")
+    return mask.bool()
+
+
+def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> At:
+    num_tokens = tokens.shape[1]
     if mask is None:
         default = torch.arange(num_tokens, device=tokens.device)[None]
         return At(default if positions is None else positions, notes=Notes())
-    if (
-        mask.ndim != 2
-        or mask.shape[0] != batch
-        or mask.shape[1] < num_tokens
-        or (mask.shape[1] > num_tokens and not cached)
-    ):
-        raise ValueError(f"mask must be {(batch, num_tokens)} like tokens, got {tuple(mask.shape)}.")
-    mask = mask.bool()
     counted = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
-    valid = mask[:, -num_tokens:]
-    return At(counted if positions is None else positions, causal_mask(mask, num_tokens), valid, notes=Notes())
+    return At(
+        counted if positions is None else positions,
+        causal_mask(mask, num_tokens),
+        valid=mask[:, -num_tokens:],
+        notes=Notes(),
+    )
