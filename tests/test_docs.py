@@ -33,6 +33,7 @@ def name(page: Path) -> str:
 def test_code_of_the_page_runs_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "__main__"}
+    printed = ""
     for line, language, code in fences(page):
         if language == "python":
             # Blank lines in front, so that a traceback names the page's own line.
