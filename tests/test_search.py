@@ -136,9 +136,9 @@ def test_the_small_layout_is_no_equal_in_flops_and_the_first_in_executed_blocks(
 def test_a_search_builds_no_candidate_and_is_quick(monkeypatch):
     medium = meta(presets.gpt2_medium)
     monkeypatch.setattr(rd.RecurrentTransformer, "__init__", None)
-    start = time.perf_counter()
+    start = time.process_time()
     assert "1+5×4+2" in str(search_layouts(medium))
-    assert time.perf_counter() - start < 20  # 0.2 s without the tests' type checks
+    assert time.process_time() - start < 10  # 0.1 s without the tests' type checks
 
 
 # The table
