@@ -146,9 +146,10 @@ class RecurrentCore(nn.Module):
         for step in range(depth.num_steps):
             active, frozen = order.active(step), order.frozen(step)
             with torch.no_grad() if frozen == active else nullcontext():
-                before = detach_first(map_rows(lambda leaf, n=active: leaf[:n], state), frozen)
+                before = map_rows(lambda leaf, n=active: leaf[:n], state)
                 after = self._step(before, map_rows_of_at(lambda leaf, n=active: leaf[:n], at), step, kv)
-            state = merge(after, state, active)
+            # Cut behind the step, not before it: the step after the last frozen one must not learn through that one.
+            state = merge(detach_first(after, frozen), state, active)
             yield order.unsort(state)
 
     def _step(self, state: DepthState, at: At, step: int, kv: StepViews | None) -> DepthState:
