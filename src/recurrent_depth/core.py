@@ -4,6 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -153,17 +154,17 @@ class RecurrentCore(nn.Module):
             yield order.unsort(state)
 
     def _step(self, state: DepthState, at: At, step: int, kv: StepViews | None) -> DepthState:
-        def take(state: DepthState) -> DepthState:
-            notes = Notes(state.memory)
-            blocks = StepBlocks(self.stack, at, step, None if kv is None else kv(step), notes)
-            return self._take_step(self.update, state, blocks)
-
+        take = partial(self._take, at, step, kv)
         if not (self.checkpointing and torch.is_grad_enabled()):
             return take(state)
         if kv is not None:
             warnings.warn("A forward with a cache is not checkpointed: recomputing would write twice.", stacklevel=2)
             return take(state)
         return checkpoint(take, state, use_reentrant=False)
+
+    def _take(self, at: At, step: int, kv: StepViews | None, state: DepthState) -> DepthState:
+        views = None if kv is None else kv(step)
+        return self._take_step(self.update, state, StepBlocks(self.stack, at, step, views, Notes(state.memory)))
 
     def compile_step(self, **arguments: Any) -> None:
         """Compiles one step with `torch.compile(**arguments)`; it then serves every depth.
