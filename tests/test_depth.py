@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
 from recurrent_depth import curriculum, depth
-from recurrent_depth.curriculum import RampedDepth, linear, one_minus_sqrt
+from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
 from recurrent_depth.depth import Depth, Layout, as_depth
 from recurrent_depth.sampling import ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
 
@@ -31,9 +31,7 @@ samplers = st.one_of(
     st.builds(FixedDepth, small, st.none() | small),
     st.builds(UniformDepth, small, seeds, st.none() | small),
     st.builds(PoissonLogNormalDepth, st.floats(0.1, 30), st.none() | small, seeds, st.floats(0, 1)),
-    st.builds(
-        RampedDepth, st.just(partial(UniformDepth, seed=3)), small, st.integers(1, 1000), st.just(one_minus_sqrt)
-    ),
+    st.builds(RampedDepth, st.just(partial(UniformDepth, seed=3)), small, st.integers(1, 1000), st.just(sqrt_ramp)),
 )
 
 
@@ -288,7 +286,7 @@ def test_samplers_refuse_bad_draws(sampler):
 # Curricula
 
 
-@given(st.sampled_from([linear, one_minus_sqrt]), st.integers(1, 40), st.integers(1, 200))
+@given(st.sampled_from([linear_ramp, sqrt_ramp]), st.integers(1, 40), st.integers(1, 200))
 def test_a_ramp_climbs_from_one_to_its_maximum_and_stays(ramp, max_depth, num_draws):
     sampler = RampedDepth(FixedDepth, max_depth, num_draws, ramp)
     depths = [sampler(draw).num_steps for draw in range(num_draws + 3)]
@@ -315,6 +313,6 @@ def test_a_ramp_draws_what_its_sampler_would(draw):
 
 
 def test_the_ramps_are_those_of_their_names():
-    assert linear(0.75) == 0.75
-    assert one_minus_sqrt(0.75) == 0.5
-    assert curriculum.RampedDepth(FixedDepth, 8, 4, one_minus_sqrt)(3).num_steps == 4
+    assert linear_ramp(0.75) == 0.75
+    assert sqrt_ramp(0.75) == 0.5
+    assert curriculum.RampedDepth(FixedDepth, 8, 4, sqrt_ramp)(3).num_steps == 4

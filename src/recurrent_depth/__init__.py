@@ -1,6 +1,6 @@
 """Recurrent-depth Transformers from composable parts."""
 
-from recurrent_depth import presets
+from recurrent_depth import accounting, presets
 from recurrent_depth.attention import Attention, NoRotary, Rotary, causal_mask
 from recurrent_depth.blocks import (
     MLP,
@@ -28,6 +28,7 @@ from recurrent_depth.contracts import (
     UpdateCost,
 )
 from recurrent_depth.core import RecurrentCore, Trajectory
+from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
 from recurrent_depth.depth import Depth, Layout
 from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
 from recurrent_depth.forms import Form, GPT2Form, LlamaForm
@@ -37,6 +38,7 @@ from recurrent_depth.injection import AddAnchor, ConcatProjection, GaussianNoise
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.objective import WithObjective, last_step_loss, next_token_loss
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
+from recurrent_depth.search import search_layouts
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate, GatedDepthUpdate, ReplaceState, initial_state
 
@@ -79,6 +81,7 @@ __all__ = [
     "PositionedEmbedding",
     "PostNorm",
     "PreNorm",
+    "RampedDepth",
     "RecurrentCore",
     "RecurrentTransformer",
     "ReplaceState",
@@ -96,6 +99,7 @@ __all__ = [
     "UpdateCost",
     "WithObjective",
     "WriteShare",
+    "accounting",
     "assemble",
     "causal_mask",
     "dense",
@@ -104,8 +108,11 @@ __all__ = [
     "initial_state",
     "initialise",
     "last_step_loss",
+    "linear_ramp",
     "naive",
     "next_token_loss",
     "plain",
     "presets",
+    "search_layouts",
+    "sqrt_ramp",
 ]

@@ -8,12 +8,12 @@ from recurrent_depth.depth import Depth, require_whole
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth
 
 
-def linear(progress: float) -> float:
+def linear_ramp(progress: float) -> float:
     """Grows evenly with training."""
     return progress
 
 
-def one_minus_sqrt(progress: float) -> float:
+def sqrt_ramp(progress: float) -> float:
     """Grows slowly at first and steeply at the end: `1 - sqrt(1 - progress)`."""
     return 1.0 - math.sqrt(1.0 - progress)
 
@@ -25,7 +25,7 @@ class RampedDepth(DepthSampler):
     Draw number t is that of `make(max(1, ceil(max_depth * ramp(t / num_draws))))`, a sampler for that whole number:
 
         RampedDepth(partial(UniformDepth, seed=0), max_depth=10, num_draws=2000)
-        RampedDepth(partial(PoissonLogNormalDepth, grad_steps=8), max_depth=32, num_draws=5000, ramp=one_minus_sqrt)
+        RampedDepth(partial(PoissonLogNormalDepth, grad_steps=8), max_depth=32, num_draws=5000, ramp=sqrt_ramp)
 
     Raises:
         ValueError: if `max_depth` or `num_draws` is below 1.
@@ -36,7 +36,7 @@ class RampedDepth(DepthSampler):
     make: Callable[[int], DepthSampler]
     max_depth: int
     num_draws: int
-    ramp: Callable[[float], float] = linear
+    ramp: Callable[[float], float] = linear_ramp
 
     def __post_init__(self) -> None:
         require_whole("max_depth", self.max_depth, at_least=1)
