@@ -158,7 +158,7 @@ class PartCost(NamedTuple):
 
 
 class BlockCost(NamedTuple):
-    """Matrix FLOPs per token of a block: `linear + per_key * keys`, where `keys` is how many keys a token attends to."""
+    """Matrix FLOPs per token of a block: `linear + per_key * keys`, for a token that attends to so many keys."""
 
     linear: int = 0
     per_key: int = 0
