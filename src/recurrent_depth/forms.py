@@ -11,6 +11,7 @@ from recurrent_depth.attention import Attention, Rotary, check_heads
 from recurrent_depth.blocks import MLP, Block, PreNorm, Residual, SwiGLU, TransformerBlock
 from recurrent_depth.depth import require_whole
 from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
+from recurrent_depth.norms import RMSNorm
 
 Arrangement = Callable[[Callable[[], nn.Module]], Residual]
 """Makes a residual connection from a maker of norms: `PreNorm`, `PostNorm`, `ResidualSandwich`, `BranchSandwich`."""
@@ -122,7 +123,7 @@ class LlamaForm(Form):
 
     def norm(self) -> nn.Module:
         """An RMSNorm."""
-        return nn.RMSNorm(self.dim, eps=1e-6)
+        return RMSNorm(self.dim)
 
     def embedding(self, vocab_size: int, context_length: int) -> nn.Module:
         """Tokens alone: attention knows positions, and any length will do."""
