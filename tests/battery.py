@@ -1,0 +1,78 @@
+"""Every method that the laws are tested on. A new method joins by one line in METHODS."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import recurrent_depth as rd
+
+Build = Callable[..., rd.RecurrentTransformer]
+
+
+def joint_norm(dim: int) -> rd.DepthUpdate:
+    noise = rd.GaussianNoise(0.1)
+    return rd.GatedDepthUpdate(rd.ConcatProjection(dim, noise), rd.JointNormGate(dim, noise=noise))
+
+
+def noisy_start(dim: int) -> rd.DepthUpdate:
+    return rd.GatedDepthUpdate(rd.ConcatProjection(dim), rd.AnchoredGate(dim), start=rd.GaussianNoise(0.1))
+
+
+def noise_per_token(dim: int) -> rd.DepthUpdate:
+    gate = rd.AnchoredGate(dim, temperature=2.0, noise=rd.GaussianNoise(0.1, per_token=True))
+    return rd.GatedDepthUpdate(rd.ConcatProjection(dim, rd.GaussianNoise(0.1), bias=False), gate)
+
+
+def anchor_added(dim: int) -> rd.DepthUpdate:
+    return rd.ReplaceState(rd.AddAnchor())
+
+
+def dense(layout: rd.Layout, **sizes) -> rd.RecurrentTransformer:
+    return rd.dense(layout.stored, **sizes)
+
+
+METHODS: dict[str, Build] = {
+    "grt": rd.grt,
+    "grt-llama": partial(rd.grt, form=partial(rd.LlamaForm, num_kv_heads=1)),
+    "grt-joint-norm": partial(rd.grt, update=joint_norm),
+    "grt-noisy-start": partial(rd.grt, update=noisy_start),
+    "grt-noise-per-token": partial(rd.grt, update=noise_per_token),
+    "naive": rd.naive,
+    "naive-llama-untied": partial(rd.naive, form=partial(rd.LlamaForm, tied=False)),
+    "dense": dense,
+    "anchor-added": partial(rd.grt, update=anchor_added),
+    "biases": partial(rd.grt, form=partial(rd.GPT2Form, bias=True)),
+    "post-norm": partial(rd.grt, form=partial(rd.GPT2Form, arrangement=rd.PostNorm)),
+    "residual-sandwich": partial(rd.grt, form=partial(rd.LlamaForm, arrangement=rd.ResidualSandwich)),
+    "branch-sandwich": partial(rd.naive, form=partial(rd.GPT2Form, arrangement=rd.BranchSandwich)),
+}
+
+every_method = pytest.mark.parametrize("build", METHODS.values(), ids=METHODS)
+
+
+def tiny(build: Build = rd.grt, layout: rd.Layout = rd.Layout(1, 2, 3, 1), **changes) -> rd.RecurrentTransformer:
+    """A small model of a method, as it is built: in training mode, with the weights it starts with."""
+    return build(layout, **{"dim": 16, "num_heads": 2, "vocab_size": 23, "context_length": 16, **changes})
+
+
+def lively(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
+    """The module with all weights moved, so that every part matters: at the start most of them hardly do."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += scale * torch.randn_like(weight)
+        for name, bias in model.named_parameters():
+            if name.endswith("write.bias"):  # a gate that is half open
+                bias -= bias.mean()
+    return model
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients by name; zero where there is none. Takes them away."""
+    found = {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in model.named_parameters()
+    }
+    model.zero_grad(set_to_none=True)
+    return found
