@@ -44,6 +44,11 @@ class Corpus(NamedTuple):
     bytes_per_token: float | None
     checksum: str
 
+    @property
+    def unit(self) -> str:
+        """What is counted: bytes, or tokens of several bytes."""
+        return "bytes" if self.kind == "bytes" else "tokens"
+
 
 def standard_library() -> Documents:
     """The Python sources of the standard library on this machine, without its tests: text that everybody has."""

@@ -20,18 +20,20 @@ PROMPT = "def "
 
 def report(jobs: list[Job], device: torch.device) -> None:
     """Measures, unless that was done before; prints, and says where everything lies."""
-    path = jobs[0].arguments.run.out / "metrics.json"
-    configs = {job.name: job.config for job in jobs}
+    folder = jobs[0].arguments.run.out
+    path, configs = folder / "metrics.json", {job.name: job.config for job in jobs}
     metrics = json.loads(path.read_text()) if path.exists() else {}
     if metrics.get("configs") == configs:
         print("\nThis run is finished; here is its report again.")
     else:
         print("\nMeasuring the losses at every depth ...", flush=True)
-        metrics = {"configs": configs, **measure(jobs, device)}
-        path.write_text(json.dumps(metrics, indent=1))
-        plot(metrics, {job.name: read_journal(job.folder / "log.jsonl") for job in jobs}, path.with_name("plot.png"))
+        metrics = {**measure(jobs, device), "configs": configs}
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(metrics, indent=1))
+        temporary.replace(path)
+    plot(metrics, {job.name: read_journal(job.folder / "log.jsonl") for job in jobs}, folder / "plot.png")
     print(as_text(metrics))
-    print(f"Plot:        {path.with_name('plot.png')}\nFigures:     {path}")
+    print(f"Plot:        {folder / 'plot.png'}\nFigures:     {path}")
     for job in jobs:
         print(f"Checkpoint:  {max(job.folder.glob('checkpoint-*'))}")
 
@@ -40,17 +42,25 @@ def measure(jobs: list[Job], device: torch.device) -> dict[str, Any]:
     """All figures of the report."""
     corpus, windows = jobs[0].corpus, held_out_windows(jobs[0].corpus, jobs[0].windows.shape[1], MOST_WINDOWS)
     return {
-        "data": {"source": corpus.source, "checksum": corpus.checksum, "bytes_per_token": corpus.bytes_per_token},
-        "unit": "nats per byte" if corpus.kind == "bytes" else "nats per token",
-        "trigram_loss": trigram_loss(corpus.train, windows) if corpus.kind == "bytes" else None,
         "models": {job.name: _measure_model(job, windows, device) for job in jobs},
+        "trigram_loss": trigram_loss(corpus.train, windows) if corpus.kind == "bytes" else None,
+        "unit": f"nats per {corpus.unit.removesuffix('s')}",
+        "text": {
+            "source": corpus.source,
+            "checksum": corpus.checksum,
+            "num_train": corpus.train.size,
+            "num_held_out": corpus.held_out.size,
+            "num_measured": windows.numel(),
+            "bytes_per_token": corpus.bytes_per_token,
+        },
         "sample": None if corpus.kind == "ids" else _write(jobs[0], device),
     }
 
 
 def _measure_model(job: Job, windows: torch.Tensor, device: torch.device) -> dict[str, Any]:
     model = load_model(job.folder)[0].to(device)
-    steps = [record for record in read_journal(job.folder / "log.jsonl") if "loss" in record]
+    taken = [record for record in read_journal(job.folder / "log.jsonl") if "loss" in record]
+    bytes_per_token = job.corpus.bytes_per_token
     depths = range(1, model.layout.num_steps + 1)
     losses, gates = evaluate(model, windows, depths, job.arguments.recipe.batch_size)
     return {
@@ -62,8 +72,8 @@ def _measure_model(job: Job, windows: torch.Tensor, device: torch.device) -> dic
         "loss_by_depth": losses,
         "depth_gain": losses[0] - losses[-1],
         "gates": gates if has_gate(model) else None,
-        "training_seconds": sum(record["seconds"] for record in steps),
-        "final_training_loss": steps[-1]["loss"],
+        "validation_loss_per_byte": losses[-1] / bytes_per_token if bytes_per_token else None,
+        "training_seconds": sum(record["seconds"] for record in taken),
     }
 
 
@@ -81,10 +91,12 @@ def as_text(metrics: dict[str, Any]) -> str:
     rows = [
         ("", [model["label"] for model in models.values()]),
         ("parameters", [f"{model['parameters']:,}" for model in models.values()]),
-        ("FLOPs per token", [f"{model['flops_per_token'] / 1e6:,.1f} M" for model in models.values()]),
+        ("FLOPs per token, forward", [f"{model['flops_per_token'] / 1e6:,.2f} M" for model in models.values()]),
         ("training time", [f"{model['training_seconds']:,.0f} s" for model in models.values()]),
         (f"validation loss, {unit}", [f"{model['validation_loss']:.4f}" for model in models.values()]),
     ]
+    if unit != "nats per byte" and metrics["text"]["bytes_per_token"]:
+        rows.append(("  in nats per byte", [f"{model['validation_loss_per_byte']:.4f}" for model in models.values()]))
     text = "\n" + "\n".join(f"{label:<34}" + "".join(f"{cell:>18}" for cell in cells) for label, cells in rows)
     if metrics["trigram_loss"] is not None:
         text += f"\n{'a trigram count, same text':<34}{metrics['trigram_loss']:>18.4f}"

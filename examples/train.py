@@ -40,6 +40,11 @@ class StopRequest:
         signal.signal(number, signal.SIG_DFL)
         tqdm.write("\nStopping after this step; once more to stop at once.")
 
+    def forget(self) -> None:
+        """From here on a signal ends the process as usual."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+
     def agreed(self, accelerator: Accelerator) -> bool:
         """Whether any process was asked to stop: all must stop after the same step."""
         if self.signal is not None:
@@ -64,11 +69,13 @@ def start_accelerator(bf16: bool) -> Accelerator:
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Where arguments, data or the disk are at fault and not the code, the message alone ends the script."""
+    """Where arguments, data, the disk or Ctrl-C end the script and not the code, a message is enough."""
     try:
         yield
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Stopped before the training began.")
 
 
 def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
@@ -87,6 +94,7 @@ def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
     while trainer.step < steps and not stopping:
         record = trainer.take_step()
         journal.write(record)
+        bar.set_postfix_str(f"loss {record['loss']:.3f}", refresh=False)
         bar.update()
         stopping, last = stop.agreed(accelerator), trainer.step == steps
         if last or trainer.step % run.eval_every == 0:
@@ -118,15 +126,12 @@ def _in_words(record: dict[str, Any], looked: dict[str, Any]) -> str:
 
 def introduce(jobs: list[Job], num_processes: int) -> None:
     """Says what is about to happen."""
-    corpus, recipe = jobs[0].corpus, jobs[0].arguments.recipe
-    tokens = recipe.batch_size * recipe.accumulation * num_processes * jobs[0].windows.shape[1]
-    print(
-        f"Text:    {corpus.source}; {corpus.train.size:,} {corpus.kind} to train on, {corpus.held_out.size:,} held out"
-    )
-    print(f"         (checksum {corpus.checksum[:16]})")
-    print(
-        f"Models:  {', '.join(job.name for job in jobs)}; each takes {recipe.steps:,} steps of {tokens:,} {corpus.kind}"
-    )
+    corpus, recipe, unit = jobs[0].corpus, jobs[0].arguments.recipe, jobs[0].corpus.unit
+    num_tokens = recipe.batch_size * recipe.accumulation * num_processes * jobs[0].windows.shape[1]
+    names = ", ".join(job.name for job in jobs)
+    print(f"Text:    {corpus.source} (checksum {corpus.checksum[:16]})")
+    print(f"         {corpus.train.size:,} {unit} to train on, {corpus.held_out.size:,} held out")
+    print(f"Models:  {names}; each takes {recipe.steps:,} steps of {num_tokens:,} {unit}")
     print(f"Folder:  {jobs[0].arguments.run.out}; stop with Ctrl-C, and the same command goes on", flush=True)
 
 
@@ -136,14 +141,17 @@ def main() -> None:
         arguments = parse()
         accelerator = start_accelerator(arguments.recipe.bf16)
         jobs = plan(arguments, accelerator.num_processes)
-    if accelerator.is_main_process:
+    stop, main_process = StopRequest(), accelerator.is_main_process
+    if main_process:
         introduce(jobs, accelerator.num_processes)
-    stop = StopRequest()
     for job in jobs:
-        if not train(job, accelerator, stop):
+        finished = train(job, accelerator, stop)
+        if not finished and main_process:
             print(f"Stopped; nothing is lost. To go on: python {shlex.join(sys.argv)}")
+        if not finished:
             sys.exit(128 + (stop.signal or signal.SIGTERM))
-    if accelerator.is_main_process:
+    stop.forget()
+    if main_process:
         report(jobs, accelerator.device)
 
 

@@ -38,9 +38,7 @@ class Trainer:
         self.job, self.accelerator = job, accelerator
         torch.manual_seed(recipe.seed)
         self.model = build(job.config["model"]).to(accelerator.device)
-        scales = (
-            {"core.update.gate": recipe.gate_lr_scale} if recipe.gate_lr_scale != 1 and has_gate(self.model) else {}
-        )
+        scales = {"core.update.gate": recipe.gate_lr_scale} if has_gate(self.model) else {}
         groups = parameter_groups(self.model, recipe.weight_decay, scales, lr=recipe.lr)
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
         torch.manual_seed(recipe.seed + 1 + accelerator.process_index)  # every process has noise of its own
@@ -66,27 +64,20 @@ class Trainer:
     def take_step(self) -> dict[str, Any]:
         """One optimizer step, at one depth for all of its forwards; returns what happened."""
         started, recipe, depth = time.perf_counter(), self.job.arguments.recipe, self.sampler(self.step)
-        loss = sum(self._accumulate(tokens, depth, last) for tokens, last in self._batches())
+        loss = torch.stack([self._accumulate(tokens, depth, last) for tokens, last in self._batches()]).sum()
         loss = float(self.accelerator.reduce(loss, "mean"))
         if not loss < float("inf"):
             raise ValueError(
-                f"The loss is {loss} at step {self.step + 1}: lower lr, from the checkpoint in {self.job.folder}."
+                f"The loss is {loss} at step {self.step + 1}: start anew in another folder, with a lower lr."
             )
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
-        lr = self.optimizer.param_groups[0]["lr"]
+        [lr, *_] = self.schedule.get_last_lr()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
         self.step += 1
-        seconds = time.perf_counter() - started
-        return {
-            "step": self.step,
-            "loss": loss,
-            "num_steps": depth.num_steps,
-            "lr": lr,
-            "gradient_norm": norm,
-            "seconds": seconds,
-        }
+        happened = {"step": self.step, "loss": loss, "num_steps": depth.num_steps, "lr": lr, "gradient_norm": norm}
+        return {**happened, "seconds": time.perf_counter() - started}
 
     def _batches(self) -> list[tuple[Tensor, bool]]:
         recipe, processes = self.job.arguments.recipe, self.accelerator.num_processes
