@@ -40,20 +40,27 @@ class ModelArguments:
 
     model: tuple[Literal["grt", "dense", "naive"], ...] = ("grt", "dense")
     """dense runs as many blocks as the GRT; naive is a plain loop that also stores as many."""
-    layout: tuple[int, int, int, int] = (1, 1, 10, 1)
+    layout: tuple[int, int, int, int] = (0, 1, 7, 1)
     """Blocks before the loop, in it, its steps, blocks behind it."""
-    dim: int = 192
+    form: Literal["gpt2", "llama"] = "llama"
+    """The family of blocks: LayerNorm, learned positions and GELU, or RMSNorm, rotary positions and SwiGLU."""
+    dim: int = 128
     """The width."""
-    num_heads: int = 6
+    num_heads: int = 4
     """Attention heads."""
     context_length: int = 256
     """Tokens per window."""
-    gate_bias: float = 0.0
+    init_std: float = 0.06
+    """Standard deviation of the initial weights. GPT-2's 0.02 is meant for wider models."""
+    gate_bias: float = -1.0
     """Where the gate starts: +4 keeps 98% of the state per step, as in the paper, and hardly opens in a short run."""
     state_noise: float = 0.1
     """Standard deviation of the noise on the projected state, in training."""
     gate_noise: float = 0.1
     """Standard deviation of the noise on the gate's logits, in training."""
+
+    def __post_init__(self) -> None:
+        _require_above(0, self, "init_std")
 
 
 @dataclass(frozen=True)
@@ -76,17 +83,17 @@ class DepthArguments:
 class RecipeArguments:
     """How to train."""
 
-    steps: int = 600
+    steps: int = 550
     """Optimizer steps."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Windows per process and forward."""
     accumulation: int = 1
     """Forwards per optimizer step."""
-    lr: float = 2e-3
+    lr: float = 3e-3
     """Peak learning rate of AdamW (betas 0.9 and 0.95)."""
     floor: float = 0.1
     """Where the cosine ends, as a share of the peak."""
-    warmup: int = 60
+    warmup: int = 20
     """Steps of linear warm-up."""
     weight_decay: float = 0.1
     """On matrices only."""

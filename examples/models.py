@@ -16,6 +16,8 @@ def describe(name: str, arguments: ModelArguments, vocab_size: int) -> dict[str,
     """
     layout = rd.Layout(*arguments.layout)
     sizes = {
+        "form": arguments.form,
+        "init_std": arguments.init_std,
         "dim": arguments.dim,
         "num_heads": arguments.num_heads,
         "vocab_size": vocab_size,
@@ -32,8 +34,13 @@ def describe(name: str, arguments: ModelArguments, vocab_size: int) -> dict[str,
 def build(description: dict[str, Any]) -> rd.RecurrentTransformer:
     """The model of a description; its weights come from the global RNG."""
     arguments = dict(description)
-    builder = arguments.pop("builder")
-    return BUILDERS[builder](**arguments)
+    builder = BUILDERS[arguments.pop("builder")]
+    if "form" not in arguments:
+        return builder(**arguments)
+    form, std = FORMS[arguments.pop("form")], arguments.pop("init_std")
+    model = builder(form=form, **arguments)
+    rd.initialise(model, std=std)
+    return model
 
 
 def sampler(model: rd.RecurrentTransformer, arguments: DepthArguments, seed: int) -> rd.DepthSampler:
@@ -61,11 +68,11 @@ def _without_ends(layout: rd.Layout) -> rd.Layout:
     return rd.Layout(0, layout.stored, layout.executed // layout.stored, 0)
 
 
-def _grt(*, layout: list[int], update: dict[str, float], **sizes: int) -> rd.RecurrentTransformer:
+def _grt(*, layout: list[int], update: dict[str, float], **sizes: Any) -> rd.RecurrentTransformer:
     return rd.grt(rd.Layout(*layout), update=partial(rd.gated, **update), **sizes)
 
 
-def _naive(*, layout: list[int], **sizes: int) -> rd.RecurrentTransformer:
+def _naive(*, layout: list[int], **sizes: Any) -> rd.RecurrentTransformer:
     return rd.naive(rd.Layout(*layout), **sizes)
 
 
@@ -75,3 +82,5 @@ def _preset(*, name: str) -> rd.RecurrentTransformer:
 
 # Another builder joins by one line here, and one in ModelArguments.model.
 BUILDERS = {"grt": _grt, "dense": rd.dense, "naive": _naive, "preset": _preset}
+
+FORMS = {"gpt2": rd.GPT2Form, "llama": rd.LlamaForm}
