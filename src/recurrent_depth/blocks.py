@@ -210,7 +210,7 @@ def linear_cost(module: nn.Module) -> BlockCost:
     return BlockCost(linear=sum(2 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)))
 
 
-def _checked(out: Tensor, x: Tensor, layer: int, block: nn.Module) -> Tensor:
+def _checked(out: object, x: Tensor, layer: int, block: nn.Module) -> Tensor:
     if not isinstance(out, Tensor) or out.shape != x.shape:
         got = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise ValueError(
