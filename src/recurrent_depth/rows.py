@@ -45,8 +45,13 @@ class RowOrder:
 
 def merge(after: DepthState, before: DepthState, active: int) -> DepthState:
     """The rows that took the step, and behind them those that had left; the context is that of all rows."""
-    if active == before.h.shape[0]:
+    num_rows = before.h.shape[0]
+    if active == num_rows:
         return after._replace(context=before.context)
+    # A block may remember for the first time when rows have left: they get a blank, which nobody reads.
+    new = {layer: memory for layer, memory in after.memory.items() if layer not in before.memory}
+    blank = map_tensors(lambda leaf: leaf.new_zeros(num_rows, *leaf.shape[1:]), new)
+    before = before._replace(memory={**before.memory, **blank})
     return map_changing(lambda new, old: torch.cat([new, old[active:]]), after, before)._replace(context=before.context)
 
 
