@@ -1,6 +1,7 @@
 """The Transformer block with its norms in any of four places, and the stack that runs blocks in order."""
 
 import abc
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 
 import torch.nn.functional as F
@@ -181,12 +182,14 @@ class Stack(nn.Module):
     A stack that changes with the step (a low-rank correction for each, say) wraps this one and reads `step`.
 
     Raises:
-        ValueError: if a block returns anything but a tensor of its input's shape.
+        ValueError: if a block cannot be called as `block(x, at)`, or returns no tensor of the shape of `x`.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        for layer, block in enumerate(self.blocks):
+            _check_call(layer, block)
 
     def forward(
         self, x: Float[Tensor, "batch token dim"], at: At, step: int = 0, kv: Sequence[KeyValues] | None = None
@@ -208,6 +211,16 @@ class Stack(nn.Module):
 def linear_cost(module: nn.Module) -> BlockCost:
     """The cost of every linear layer of a module, each run once per token."""
     return BlockCost(linear=sum(2 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)))
+
+
+def _check_call(layer: int, block: nn.Module) -> None:
+    try:
+        inspect.signature(block.forward).bind(None, None)
+    except TypeError:
+        name = type(block).__name__
+        raise ValueError(
+            f"Block {layer} ({name}) must be callable as block(x, at). If it takes only x: rd.PlainBlock({name}(...))."
+        ) from None
 
 
 def _checked(out: object, x: Tensor, layer: int, block: nn.Module) -> Tensor:

@@ -18,8 +18,14 @@ UpdateFactory = Callable[[int], DepthUpdate]
 """Makes an update for a width: `gated`, `plain`, or a `functools.partial` of them."""
 
 
+@beartype
 def gated(
-    dim: int, *, bias: float = 4.0, state_noise: float = 0.1, gate_noise: float = 0.1, temperature: float = 1.0
+    dim: int,
+    *,
+    bias: float | int = 4.0,
+    state_noise: float | int = 0.1,
+    gate_noise: float | int = 0.1,
+    temperature: float | int = 1.0,
 ) -> GatedDepthUpdate:
     """The update of the Gated Recurrent Transformer.
 
@@ -30,8 +36,12 @@ def gated(
         gate_noise: standard deviation of the noise on the gate's logits, in training.
         temperature: divides the gate's logits.
 
+    Raises:
+        ValueError: if `dim` is below 1, a noise below 0, or the temperature not above 0.
+
     Reference: Hegazy et al., 2026, arXiv 2608.15062.
     """
+    require_whole("dim", dim, at_least=1)
     inject = ConcatProjection(dim, noise=GaussianNoise(state_noise))
     return GatedDepthUpdate(
         inject, AnchoredGate(dim, bias=bias, temperature=temperature, noise=GaussianNoise(gate_noise))

@@ -55,7 +55,10 @@ class Trajectory(NamedTuple):
 
     @property
     def losses(self) -> dict[str, Float[Tensor, ""]]:
-        """Auxiliary losses by name, of the loop and of the blocks outside of it. Read it after the output."""
+        """Auxiliary losses by name, of the loop and of the blocks outside of it; read it after the output.
+
+        Those behind the loop are of the output that was read last, and count once however often one is read.
+        """
         return add_losses(self.states[-1].losses, self.notes.losses)
 
 
@@ -67,6 +70,9 @@ class RecurrentCore(nn.Module):
             `stack(x, at, step, kv)`.
         update: the depth update.
 
+    Raises:
+        ValueError: if there is no block, or one cannot be called as `block(x, at)`.
+
     Attributes:
         checkpointing: recompute each step in the backward pass, and keep one state per step instead of all
             activations. Off by default.
@@ -74,7 +80,7 @@ class RecurrentCore(nn.Module):
 
     def __init__(self, blocks: Iterable[nn.Module] | nn.Module, update: DepthUpdate):
         super().__init__()
-        self.stack = Stack(blocks) if isinstance(blocks, Iterable) else blocks
+        self.stack = _stack_of(blocks) if isinstance(blocks, Iterable) else blocks
         self.update = update
         self.checkpointing = False
         self._take_step = take_step
@@ -102,8 +108,11 @@ class RecurrentCore(nn.Module):
             extra: further arguments for your blocks, which read them from `at.extra`.
 
         Raises:
-            ValueError: if the depth is not a whole number of at least 1, or not one for each row.
+            ValueError: if `x` is not (batch, token, dim) or not of the update's width, `start` is not like `x`, or the
+                depth is not a whole number of at least 1, or not one for each row.
         """
+        if x.ndim != 3:
+            raise ValueError(f"x must be (batch, token, dim), got shape {tuple(x.shape)}.")
         depth = as_depth(num_steps, batch=x.shape[0])
         padding = mask if mask is not None and mask.ndim == 2 else None
         positions = torch.arange(x.shape[1], device=x.device)[None] if positions is None else positions
@@ -127,6 +136,8 @@ class RecurrentCore(nn.Module):
         anchor learns through those that have them. With `depth.rows` a row that has taken its steps stays as it is,
         and costs nothing more.
         """
+        if call.start is not None and call.start.shape != anchor.shape:
+            raise ValueError(f"start must be {tuple(anchor.shape)} like the anchor, got {tuple(call.start.shape)}.")
         state = self.update.begin(anchor, call)
         if depth.rows is not None:
             yield from self._states_by_row(state, depth, at, kv)
@@ -172,6 +183,13 @@ class RecurrentCore(nn.Module):
         The loop stays Python, so a new depth compiles nothing.
         """
         self._take_step = torch.compile(take_step, **arguments)
+
+
+def _stack_of(blocks: Iterable[nn.Module]) -> Stack:
+    stack = Stack(blocks)
+    if len(stack.blocks) == 0:
+        raise ValueError("blocks is empty, but a loop needs at least one block.")
+    return stack
 
 
 def take_step(update: DepthUpdate, state: DepthState, blocks: StepBlocks) -> DepthState:

@@ -24,7 +24,7 @@ class PositionedEmbedding(nn.Module):
     """Token embeddings plus learned positions, as in GPT-2.
 
     Raises:
-        ValueError: in a forward, if the tokens are more than the positions that were learned.
+        ValueError: in a forward, if a token stands at no learned position; positions given are looked at on CPU only.
     """
 
     def __init__(self, vocab_size: int, dim: int, context_length: int):
@@ -36,11 +36,12 @@ class PositionedEmbedding(nn.Module):
         self, tokens: Int[Tensor, "batch token"], positions: Int[Tensor, "#batch token"]
     ) -> Float[Tensor, "batch token dim"]:
         """The embedding of each token at its position."""
-        context_length, num_positions = self.position.num_embeddings, tokens.shape[1]
+        last = self.position.num_embeddings - 1
+        low, high = 0, tokens.shape[1] - 1
         if positions.device.type == "cpu" and not torch.compiler.is_compiling():
-            num_positions = max(num_positions, int(positions.max()) + 1)
-        if num_positions > context_length:
-            raise ValueError(f"The sequence is {num_positions} long, but the model learned {context_length} positions.")
+            low, high = min(low, int(positions.min())), max(high, int(positions.max()))
+        if low < 0 or high > last:
+            raise ValueError(f"The model learned positions 0 to {last}, but the sequence has {low} to {high}.")
         return self.token(tokens) + self.position(positions)
 
 

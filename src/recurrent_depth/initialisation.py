@@ -18,7 +18,13 @@ def initialise(model: RecurrentTransformer, *, std: float = 0.02, residual_std: 
         std: standard deviation of linear layers and embeddings.
         residual_std: standard deviation of the last projection of attention and MLP. By default
             `std / sqrt(2 * executed blocks)`: the residual stream inside the core meets that many additions.
+
+    Raises:
+        ValueError: if a standard deviation is not above 0.
     """
+    for name, value in (("std", std), ("residual_std", residual_std)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}, but must be above 0.")
     for module in reversed(list(model.modules())):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)

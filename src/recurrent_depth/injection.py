@@ -115,7 +115,13 @@ class ConcatProjection(Injection):
         self.noise = noise if noise is not None else nn.Identity()
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> Float[Tensor, "batch token dim"]:
-        """`W_2 anchor + b`."""
+        """`W_2 anchor + b`.
+
+        Raises:
+            ValueError: if the anchor has another width.
+        """
+        if anchor.shape[-1] != self.anchor.in_features:
+            raise ValueError(f"x is {anchor.shape[-1]} wide, but the update was built for {self.anchor.in_features}.")
         return self.anchor(anchor)
 
     def forward(

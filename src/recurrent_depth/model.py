@@ -3,6 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from recurrent_depth.attention import causal_mask
 from recurrent_depth.blocks import Stack
 from recurrent_depth.contracts import At, Call, ModelKeyValues, Notes
-from recurrent_depth.core import RecurrentCore, Trajectory
+from recurrent_depth.core import RecurrentCore, Trajectory, add_losses
 from recurrent_depth.depth import Depth, Layout, as_depth
 from recurrent_depth.update import DepthState
 
@@ -95,15 +96,19 @@ class RecurrentTransformer(nn.Module):
         depth = self._depth(num_steps, batch=tokens.shape[0])
         at = _at(tokens, mask, positions)
         embedding = self.embed(tokens, at.positions)
-        anchor = self.prelude(embedding, at, kv=None if kv is None else kv.prelude)
+        prelude = Notes()
+        anchor = self.prelude(embedding, at._replace(notes=prelude), kv=None if kv is None else kv.prelude)
         call = Call(depth.num_steps, tokens, embedding, at.positions, mask, start)
-        states = self.core.states(anchor, depth, call, at._replace(notes=None), None if kv is None else kv.core)
+        states = self.core.states(anchor, depth, call, at, None if kv is None else kv.core)
         kept = tuple(states) if every_step else tuple(deque(states, maxlen=1))
+        notes = Notes()
+        return Trajectory(kept, partial(self._output, at, kv, prelude, notes), notes)
 
-        def readout(state: DepthState) -> Tensor:
-            return self.readout(self.core.update.read(state), at, kv)
-
-        return Trajectory(kept, readout, at.notes)
+    def _output(self, at: At, kv: ModelKeyValues | None, prelude: Notes, notes: Notes, state: DepthState) -> Tensor:
+        coda = Notes()
+        logits = self.readout(self.core.update.read(state), at._replace(notes=coda), kv)
+        notes.losses = add_losses(prelude.losses, coda.losses)
+        return logits
 
     def readout(
         self, x: Float[Tensor, "batch token dim"], at: At, kv: ModelKeyValues | None = None
@@ -157,13 +162,11 @@ def _checked_mask(mask: Tensor | None, tokens: Tensor, cached: bool) -> Tensor |
 
 def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> At:
     num_tokens = tokens.shape[1]
+    if positions is not None and positions.shape not in (tokens.shape, (1, num_tokens)):
+        raise ValueError(f"positions must be {tuple(tokens.shape)} like tokens, got {tuple(positions.shape)}.")
     if mask is None:
         default = torch.arange(num_tokens, device=tokens.device)[None]
-        return At(default if positions is None else positions, notes=Notes())
+        return At(default if positions is None else positions)
     counted = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
-    return At(
-        counted if positions is None else positions,
-        causal_mask(mask, num_tokens),
-        valid=mask[:, -num_tokens:],
-        notes=Notes(),
-    )
+    valid = mask[:, -num_tokens:]
+    return At(counted if positions is None else positions, causal_mask(mask, num_tokens), valid)

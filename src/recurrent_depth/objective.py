@@ -30,14 +30,22 @@ def next_token_loss(
         mask: True at real tokens; padding is no target.
 
     Raises:
-        ValueError: if there is no next token to predict.
+        ValueError: if there is no next token to predict, or logits or mask are not of the tokens' shape.
     """
+    _check_shapes(logits, tokens, mask)
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens must be at least 2 long to have a next token, got shape {tuple(tokens.shape)}.")
     targets = tokens if mask is None else tokens.masked_fill(~mask.bool(), IGNORED)
     targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED).long()
     total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def _check_shapes(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
+    if logits.shape[:2] != tokens.shape:
+        raise ValueError(f"logits must be for tokens of shape {tuple(tokens.shape)}, got {tuple(logits.shape)}.")
+    if mask is not None and mask.shape != tokens.shape:
+        raise ValueError(f"mask must be {tuple(tokens.shape)} like tokens, got {tuple(mask.shape)}.")
 
 
 def last_step_loss(
