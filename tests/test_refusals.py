@@ -52,14 +52,13 @@ def test_a_mistake_is_refused_by_name(message: str):
         WRONG[message]()
 
 
-@pytest.mark.usefixtures("as_a_user_runs_it")
 @pytest.mark.parametrize("options", [{"bias": "4"}, {"state_noise": None}, {"temperature": [1.0]}])
 def test_an_update_refuses_wrong_types(options: dict):
-    with pytest.raises(BeartypeCallHintParamViolation, match=next(iter(options))):
+    with pytest.raises((BeartypeCallHintParamViolation, jaxtyping.TypeCheckError), match=next(iter(options))):
         rd.gated(8, **options)
 
 
 def test_an_unknown_word_is_never_ignored():
     for call in (partial(rd.gated, 8, gate_bias=1.0), partial(model(), tokens, num_step=2), partial(loop(), maks=None)):
-        with pytest.raises(TypeError, match="unexpected keyword|missing"):
+        with pytest.raises(TypeError, match=r"unexpected keyword|missing"):
             call()
