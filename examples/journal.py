@@ -46,6 +46,12 @@ class Journal:
         """Makes sure that the disk has all records: a checkpoint must not be newer than its log."""
         os.fsync(self._file.fileno())
 
+    def close(self) -> None:
+        """Ends the log."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
 
 def _tensorboard(folder: Path, step: int):
     from torch.utils.tensorboard import SummaryWriter

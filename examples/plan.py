@@ -103,7 +103,7 @@ def _job(name: str, arguments: Arguments, corpus: Corpus, windows: Tensor, num_p
         build(model)  # complains of impossible sizes before the first model is trained
     config = {
         "model": model,
-        "data": {"kind": corpus.kind, "checksum": corpus.checksum},
+        "data": {"kind": corpus.kind, "checksum": corpus.checksum, "window": windows.shape[1]},
         "depth": asdict(arguments.depth),
         "recipe": asdict(arguments.recipe),
         "num_processes": num_processes,

@@ -78,10 +78,10 @@ def _measure_model(job: Job, windows: torch.Tensor, device: torch.device) -> dic
 
 
 def _write(job: Job, device: torch.device) -> dict[str, str]:
-    model, kind = load_model(job.folder)
-    tokenizer = load_tokenizer(job.folder, kind)
+    model, config = load_model(job.folder)
+    tokenizer = load_tokenizer(job.folder, config)
     prompt = [int(token) for token in tokenizer.encode("prompt", PROMPT.encode())]
-    written = sample(model.to(device), prompt, max_new_tokens=300)
+    written = sample(model.to(device), prompt, window=config["data"]["window"], max_new_tokens=300)
     return {"model": job.name, "text": tokenizer.decode([*prompt, *written]).decode(errors="replace")}
 
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -36,8 +37,8 @@ class Arguments:
     """Of the choice."""
 
 
-def load_model(folder: Path) -> tuple[rd.RecurrentTransformer, str]:
-    """The model of a run's newest checkpoint, and what its tokens are: bytes, pairs or ids.
+def load_model(folder: Path) -> tuple[rd.RecurrentTransformer, dict[str, Any]]:
+    """The model of a run's newest checkpoint, and the configuration of the run.
 
     Raises:
         ValueError: if there is no checkpoint, or none is whole.
@@ -47,15 +48,16 @@ def load_model(folder: Path) -> tuple[rd.RecurrentTransformer, str]:
         raise ValueError(f"{folder} holds no checkpoint: name a model's folder, such as runs/default/grt.")
     model = build(checkpoint.config["model"])
     load_checkpoint(checkpoint.path, model=model)
-    return model.eval(), checkpoint.config["data"]["kind"]
+    return model.eval(), checkpoint.config
 
 
-def load_tokenizer(folder: Path, kind: str) -> Tokenizer:
+def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a run.
 
     Raises:
         ValueError: if it was trained on ids alone, or its tokenizer.json is gone.
     """
+    kind = config["data"]["kind"]
     if kind == "ids":
         raise ValueError(f"{folder} was trained on token ids alone: there is no tokenizer to write text with.")
     return Bytes() if kind == "bytes" else BytePairs.load(folder.parent / "tokenizer.json")
@@ -66,24 +68,24 @@ def sample(
     model: rd.RecurrentTransformer,
     tokens: list[int],
     *,
+    window: int,
     max_new_tokens: int,
     num_steps: int | None = None,
     temperature: float = 0.8,
     top_k: int | None = None,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yields the tokens that follow, one by one; each costs a forward over the last `context_length` tokens.
+    """Yields the tokens that follow, one by one; each costs a forward over the last `window` tokens.
 
     Raises:
         ValueError: if there is no prompt, or a number is out of its range.
     """
     _check(tokens, max_new_tokens, temperature, top_k)
-    device, context_length = model.norm.weight.device, model.embed.position.num_embeddings
+    device, tokens = model.norm.weight.device, list(tokens)
     generator = torch.Generator(device).manual_seed(seed)
-    tokens = list(tokens)
     for _ in range(max_new_tokens):
-        window = torch.tensor([tokens[-context_length:]], device=device)
-        tokens.append(_choose(model(window, num_steps)[0, -1].float(), temperature, top_k, generator))
+        logits = model(torch.tensor([tokens[-window:]], device=device), num_steps)[0, -1].float()
+        tokens.append(_choose(logits, temperature, top_k, generator))
         yield tokens[-1]
 
 
@@ -108,14 +110,15 @@ def _check(tokens: list[int], max_new_tokens: int, temperature: float, top_k: in
 
 def main(arguments: Arguments) -> None:
     """Loads, writes to the terminal as the tokens come."""
-    model, kind = load_model(arguments.run)
-    tokenizer = load_tokenizer(arguments.run, kind)
+    model, config = load_model(arguments.run)
+    tokenizer = load_tokenizer(arguments.run, config)
     prompt = arguments.prompt.encode()
     tokens = [int(token) for token in tokenizer.encode("prompt", prompt)]
     sys.stdout.buffer.write(prompt)
     written = sample(
         model,
         tokens,
+        window=config["data"]["window"],
         max_new_tokens=arguments.max_new_tokens,
         num_steps=arguments.num_steps,
         temperature=arguments.temperature,

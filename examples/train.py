@@ -107,6 +107,7 @@ def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
             with told_plainly():
                 trainer.save()
     bar.close()
+    journal.close()
     return trainer.step == steps
 
 

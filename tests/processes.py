@@ -13,7 +13,7 @@ from typing import Any
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["processes", "train", "battery"])
+_context.set_forkserver_preload(["processes", "train", "battery", "torch._dynamo", "torch.utils.tensorboard"])
 
 
 def start(function: Callable[..., None], *arguments: Any, out: Path) -> BaseProcess:
