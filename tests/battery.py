@@ -68,6 +68,11 @@ def lively(model: torch.nn.Module, scale: float = 0.3) -> torch.nn.Module:
     return model
 
 
+def blocks_of(core: rd.RecurrentCore) -> list[torch.nn.Module]:
+    """The shared blocks."""
+    return list(core.stack.get_submodule("blocks").children())
+
+
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The gradients by name; zero where there is none. Takes them away."""
     found = {

@@ -1,0 +1,198 @@
+"""The loop and what it tells: the call, the caller's arguments, the trajectory, depth beyond what was trained."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from battery import blocks_of, gradients, lively, tiny
+from torch import nn
+from torch.testing import assert_close
+from user_parts import Mixing, Recorded, Scaled, Stepwise
+
+import recurrent_depth as rd
+
+close = {"atol": 1e-5, "rtol": 1e-4}
+X = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def test_the_plain_loop_is_its_unrolled_stack():
+    looped = lively(tiny(rd.naive, rd.Layout(0, 2, 3, 0))).eval()
+    unrolled = rd.dense(6, dim=16, num_heads=2, vocab_size=23, context_length=16)
+    for part in ("embed", "norm"):
+        getattr(unrolled, part).load_state_dict(getattr(looped, part).state_dict())
+    for i, block in enumerate(blocks_of(unrolled.core)):
+        block.load_state_dict(blocks_of(looped.core)[i % 2].state_dict())
+    assert torch.equal(looped(X), unrolled(X))
+
+
+def test_every_step_uses_the_core_weights():
+    model = tiny().eval()
+    before = model.trajectory(X, every_step=True)
+    candidates = [[], []]
+    for seen in candidates:
+        hook = model.core.stack.register_forward_hook(lambda *call, seen=seen: seen.append(call[2]))
+        model.core.update.forward(before.states[0], steps(model), 0)
+        hook.remove()
+        lively(model.core.stack)
+    assert not torch.allclose(*(seen[0] for seen in candidates))
+    for old, new in zip(before.states, model.trajectory(X, every_step=True).states, strict=True):
+        assert (old.h - new.h).abs().max() > 1e-3
+
+
+def steps(model: rd.RecurrentTransformer) -> rd.StepBlocks:
+    return rd.StepBlocks(model.core.stack, rd.At(torch.arange(7)[None]), 0, None, rd.Notes())
+
+
+def test_a_model_tells_its_update_all_that_a_forward_knows():
+    model = tiny(update=lambda dim: Recorded())
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+    start = torch.randn(2, 7, 16)
+    model(X, 2, mask=mask, start=start)
+    (call,) = model.core.update.calls
+    assert call.num_steps == 2
+    assert call.tokens is X
+    assert call.positions.tolist() == [[0, 0, 0, 1, 2, 3, 4], list(range(7))]
+    assert_close(call.embedding, model.embed(X, call.positions))
+    assert call.mask.dtype == torch.bool
+    assert torch.equal(call.mask, mask.bool())
+    assert call.start is start
+    model(X, [1, 3])
+    assert model.core.update.calls[-1].num_steps == 3
+    assert model.core.update.calls[-1].mask is None
+
+
+def test_a_core_tells_its_update_what_it_was_given():
+    core = rd.RecurrentCore([Mixing()], Recorded())
+    x, mask, positions = torch.randn(2, 7, 8), torch.ones(2, 7, dtype=torch.bool), torch.arange(3, 10)[None]
+    core(x, 2)
+    core(x, 2, mask=mask, positions=positions, start=x)
+    core(x, 2, mask=mask[:, None].expand(2, 7, 7))
+    bare, full, complete = core.update.calls
+    assert bare == (2, None, None, bare.positions, None, None)
+    assert bare.positions.tolist() == [list(range(7))]
+    assert full == (2, None, None, positions, mask, x)
+    assert complete.mask is None
+
+
+def test_a_start_takes_the_place_of_the_anchor():
+    start = torch.randn(2, 7, 16)
+    for update in (rd.gated, rd.plain):
+        model = lively(tiny(update=update)).eval()
+        assert torch.equal(model.core.update.begin(start + 1, rd.Call(1, start=start)).h, start)
+        assert not torch.allclose(model(X, start=start), model(X))
+
+
+def test_what_an_update_reads_is_what_the_coda_sees():
+    class ReadsDouble(Recorded):
+        def read(self, state):
+            return 2 * state.h
+
+    model = lively(tiny(update=lambda dim: ReadsDouble()))
+    seen = []
+    model.coda.register_forward_hook(lambda m, inputs, out: seen.append(inputs[0]))
+    trajectory = model.trajectory(X)
+    assert seen == []
+    assert trajectory.output.shape == (2, 7, 23)
+    assert torch.equal(seen[0], 2 * trajectory.states[-1].h)
+    core = rd.RecurrentCore([Mixing()], ReadsDouble())
+    assert_close(core(torch.ones(1, 2, 8), 1), 2 * core.stack(torch.ones(1, 2, 8), rd.At()))
+
+
+def test_further_arguments_reach_the_blocks_untouched():
+    core, x = rd.RecurrentCore([Scaled()], Recorded()), torch.randn(2, 3, 8)
+    scale = torch.tensor([0.0, 1.0])[:, None, None]
+    found = core(x, 3, extra={"scale": scale})
+    assert (found[0] == 0).all()
+    assert_close(found[1:], core(x[1:], 3, extra={"scale": 1.0}))
+    with pytest.raises(KeyError, match="scale"):
+        core(x, 3)
+
+
+def test_a_condition_reaches_the_blocks_of_its_step():
+    class Telling(Recorded):
+        def forward(self, state, blocks, step):
+            return state._replace(h=blocks(state.h, condition={"step": step}))
+
+    core, x = rd.RecurrentCore([Stepwise(), Stepwise()], Telling()), torch.randn(1, 2, 8)
+    expected = x
+    for step in range(3):
+        for block in blocks_of(core):
+            expected = Mixing.forward(block, expected, rd.At()) + step
+    assert_close(core(x, 3), expected)
+
+
+def test_a_stack_of_ones_own_knows_the_step():
+    class Corrected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack, self.correction = rd.Stack([Mixing()]), nn.Parameter(torch.randn(3, 8))
+
+        def forward(self, x, at, step, kv):
+            return self.stack(x, at, step, kv) + self.correction[step]
+
+    core, x = rd.RecurrentCore(Corrected(), Recorded()), torch.randn(1, 2, 8)
+    expected = x
+    for step in range(3):
+        expected = core.stack.stack(expected, rd.At()) + core.stack.correction[step]
+    assert_close(core(x, 3), expected)
+
+
+@pytest.mark.parametrize("update", [rd.gated(8), rd.plain(8), rd.ReplaceState(rd.AddAnchor())])
+def test_a_module_that_knows_only_x_serves_as_a_block(update):
+    class Plain(nn.Module):
+        def forward(self, x, at, step, kv):
+            return layer(x)
+
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    core, x = rd.RecurrentCore([rd.PlainBlock(layer)], update).eval(), torch.randn(2, 3, 8)
+    assert_close(core(x, 2), rd.RecurrentCore(Plain(), update).eval()(x, 2))
+    core(x, 2).sum().backward()
+    assert layer[0].weight.grad.abs().max() > 0
+
+
+def test_a_trajectory_keeps_the_last_state_unless_asked_for_all():
+    model = tiny().eval()
+    assert len(model.trajectory(X).states) == 1
+    trajectory = model.trajectory(X, every_step=True)
+    assert torch.equal(trajectory.at(2), trajectory.output)
+    for step in (-1, 3):
+        with pytest.raises(ValueError, match=f"step must be in 0 to 2.* got {step}"):
+            trajectory.at(step)
+    with pytest.raises(ValueError, match="step must be in 0 to 0"):
+        model.trajectory(X).at(1)
+
+
+def test_deeper_than_trained_works_and_warns():
+    model = tiny().eval()
+    with pytest.warns(UserWarning, match="5 steps asked for, but full depth is 3"):
+        trajectory = model.trajectory(X, 5, every_step=True)
+    assert len(trajectory.states) == 5
+    assert torch.equal(trajectory.at(2), model(X))
+
+
+def test_sixty_four_steps_run_and_learn():
+    model = tiny(layout=rd.Layout(1, 1, 64, 1))
+    rd.next_token_loss(model(X), X).backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+
+
+def test_a_copy_is_a_model_of_its_own():
+    model = lively(tiny()).eval()
+    twin = copy.deepcopy(model)
+    assert torch.equal(model(X), twin(X))
+    lively(twin)
+    assert not torch.allclose(model(X), twin(X))
+
+
+def test_a_state_is_forgotten_once_nobody_asked_for_it():
+    core, x = rd.RecurrentCore([Mixing()], rd.gated(8)).eval(), torch.randn(1, 2, 8)
+    call, at = rd.Call(4, positions=torch.arange(2)[None]), rd.At(torch.arange(2)[None])
+    alive: list[weakref.ref] = []
+    with torch.no_grad():
+        for state in core.states(x, rd.Depth(4), call, at):
+            alive.append(weakref.ref(state.h))
+            del state
+            gc.collect()
+            assert sum(one() is not None for one in alive) <= 2  # the one before, from which the step was taken
