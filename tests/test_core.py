@@ -46,11 +46,12 @@ def steps(model: rd.RecurrentTransformer) -> rd.StepBlocks:
 
 
 def test_a_model_tells_its_update_all_that_a_forward_knows():
-    model = tiny(update=lambda dim: Recorded())
+    update = Recorded()
+    model = tiny(update=lambda dim: update)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
     start = torch.randn(2, 7, 16)
     model(X, 2, mask=mask, start=start)
-    (call,) = model.core.update.calls
+    (call,) = update.calls
     assert call.num_steps == 2
     assert call.tokens is X
     assert call.positions.tolist() == [[0, 0, 0, 1, 2, 3, 4], list(range(7))]
@@ -59,17 +60,17 @@ def test_a_model_tells_its_update_all_that_a_forward_knows():
     assert torch.equal(call.mask, mask.bool())
     assert call.start is start
     model(X, [1, 3])
-    assert model.core.update.calls[-1].num_steps == 3
-    assert model.core.update.calls[-1].mask is None
+    assert update.calls[-1].num_steps == 3
+    assert update.calls[-1].mask is None
 
 
 def test_a_core_tells_its_update_what_it_was_given():
-    core = rd.RecurrentCore([Mixing()], Recorded())
+    core = rd.RecurrentCore([Mixing()], update := Recorded())
     x, mask, positions = torch.randn(2, 7, 8), torch.ones(2, 7, dtype=torch.bool), torch.arange(3, 10)[None]
     core(x, 2)
     core(x, 2, mask=mask, positions=positions, start=x)
     core(x, 2, mask=mask[:, None].expand(2, 7, 7))
-    bare, full, complete = core.update.calls
+    bare, full, complete = update.calls
     assert bare == (2, None, None, bare.positions, None, None)
     assert bare.positions.tolist() == [list(range(7))]
     assert full == (2, None, None, positions, mask, x)
