@@ -83,7 +83,7 @@ def test_noise_on_the_start_is_the_other_reading():
     def update(dim):
         return rd.GatedDepthUpdate(rd.ConcatProjection(dim), rd.AnchoredGate(dim), start=rd.GaussianNoise(0.1))
 
-    core = rd.RecurrentCore([], update(16))
+    core = rd.RecurrentCore([rd.PlainBlock(nn.Identity())], update(16))
     anchor = torch.randn(2, 5, 16)
     begun = core.update.begin(anchor, rd.Call(3)).h
     assert (begun - anchor).std().item() == pytest.approx(0.1, rel=0.2)
