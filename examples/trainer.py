@@ -40,7 +40,7 @@ class Trainer:
         self.model = build(job.config["model"]).to(accelerator.device)
         scales = {"core.update.gate": recipe.gate_lr_scale} if has_gate(self.model) else {}
         groups = parameter_groups(self.model, recipe.weight_decay, scales, lr=recipe.lr)
-        self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
         torch.manual_seed(recipe.seed + 1 + accelerator.process_index)  # every process has noise of its own
         self.step = self._resume()
         factor = warmup_cosine(recipe.steps, recipe.warmup, recipe.floor)
