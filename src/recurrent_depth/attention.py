@@ -62,7 +62,8 @@ class Attention(nn.Module):
     the newest.
 
     Raises:
-        ValueError: if `dim` is not divisible by `num_heads`, or `num_heads` not by `num_kv_heads`.
+        ValueError: if `dim` is not divisible by `num_heads`, or `num_heads` not by `num_kv_heads`; in a forward, if the
+            mask does not cover all keys.
     """
 
     def __init__(
@@ -101,6 +102,9 @@ class Attention(nn.Module):
         return self.out(rearrange(gathered, "batch head token size -> batch token (head size)"))
 
     def _mask(self, mask: Tensor | None, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
+        if mask is not None and mask.shape[-1] != num_keys:
+            # A mask of one column would be broadcast, and show the padding of a cached prompt.
+            raise ValueError(f"mask must cover all {num_keys} keys, those of a cache too; it covers {mask.shape[-1]}.")
         if mask is not None and mask.ndim == 3:
             return mask[:, None]
         if not self.causal:

@@ -108,11 +108,13 @@ class RecurrentCore(nn.Module):
             extra: further arguments for your blocks, which read them from `at.extra`.
 
         Raises:
-            ValueError: if `x` is not (batch, token, dim) or not of the update's width, `start` is not like `x`, or the
-                depth is not a whole number of at least 1, or not one for each row.
+            ValueError: if `x` is not (batch, token, dim) or not of the update's width, `start` is not like `x`, there
+                is a cache but no positions, or the depth is not a whole number of at least 1, or not one for each row.
         """
         if x.ndim != 3:
             raise ValueError(f"x must be (batch, token, dim), got shape {tuple(x.shape)}.")
+        if kv is not None and positions is None:
+            raise ValueError("A forward with a cache needs positions: how many came before?")
         depth = as_depth(num_steps, batch=x.shape[0])
         padding = mask if mask is not None and mask.ndim == 2 else None
         positions = torch.arange(x.shape[1], device=x.device)[None] if positions is None else positions

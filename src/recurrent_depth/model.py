@@ -69,7 +69,7 @@ class RecurrentTransformer(nn.Module):
             tokens: token ids.
             num_steps: one number for all rows, one for each, or a `Depth`.
             mask: True at real tokens, False at padding, over all keys.
-            positions: by default 0, 1, 2, ..., counted from a row's first real token.
+            positions: by default 0, 1, 2, ..., counted from a row's first real token; a cache needs these or a mask.
             start: an initial state in place of the update's own.
             kv: what a cache shows of earlier tokens.
 
@@ -94,7 +94,7 @@ class RecurrentTransformer(nn.Module):
         tokens = checked_tokens(tokens, self.embed.token.num_embeddings)
         mask = _checked_mask(mask, tokens, cached=kv is not None)
         depth = self._depth(num_steps, batch=tokens.shape[0])
-        at = _at(tokens, mask, positions)
+        at = _at(tokens, mask, positions, cached=kv is not None)
         embedding = self.embed(tokens, at.positions)
         prelude = Notes()
         anchor = self.prelude(embedding, at._replace(notes=prelude), kv=None if kv is None else kv.prelude)
@@ -160,8 +160,10 @@ def _checked_mask(mask: Tensor | None, tokens: Tensor, cached: bool) -> Tensor |
     return mask.bool()
 
 
-def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> At:
+def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cached: bool) -> At:
     num_tokens = tokens.shape[1]
+    if cached and positions is None and mask is None:
+        raise ValueError("A forward with a cache needs positions or a mask over all keys: how many came before?")
     if positions is not None and positions.shape not in (tokens.shape, (1, num_tokens)):
         raise ValueError(f"positions must be {tuple(tokens.shape)} like tokens, got {tuple(positions.shape)}.")
     if mask is None:
