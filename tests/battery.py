@@ -10,6 +10,9 @@ import recurrent_depth as rd
 
 Build = Callable[..., rd.RecurrentTransformer]
 
+close = {"atol": 1e-4, "rtol": 1e-3}
+"""Two ways to compute the same in float32, for values around 1 of lively models; what is wrong is wrong by far more."""
+
 
 def joint_norm(dim: int) -> rd.DepthUpdate:
     noise = rd.GaussianNoise(0.1)

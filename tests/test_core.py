@@ -13,7 +13,6 @@ from user_parts import Mixing, Recorded, Scaled, Stepwise
 
 import recurrent_depth as rd
 
-close = {"atol": 1e-5, "rtol": 1e-4}
 X = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(0))
 
 

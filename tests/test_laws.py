@@ -1,15 +1,13 @@
 """Laws that every method obeys, whatever its layout, width and shapes."""
 
 import torch
-from battery import every_method, lively, tiny
+from battery import close, every_method, lively, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import VOCAB_SIZE, depths, dtypes, few, loops, recipes, shares, tokens
 from torch.testing import assert_close
 
 import recurrent_depth as rd
-
-close = {"atol": 2e-5, "rtol": 1e-4}
 
 
 def pad_left(rows: list[torch.Tensor], fill: int) -> tuple[torch.Tensor, torch.Tensor]:

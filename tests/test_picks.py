@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from battery import gradients, lively
+from battery import close, gradients, lively
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import few, seeds
@@ -12,7 +12,6 @@ from user_parts import Balanced, Mixing, Recorded, Remembering
 
 import recurrent_depth as rd
 
-close = {"atol": 1e-5, "rtol": 1e-4}
 BATCH, TOKENS = 3, 6
 
 

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from battery import gradients, lively, tiny
+from battery import close, gradients, lively, tiny
 from torch.testing import assert_close
 
 import recurrent_depth as rd
 from recurrent_depth.trees import map_tensors
-
-close = {"atol": 1e-5, "rtol": 1e-4}
 
 
 class RoutedUpdate(rd.DepthUpdate):
