@@ -40,7 +40,7 @@ class ModelArguments:
 
     model: tuple[Literal["grt", "dense", "naive"], ...] = ("grt", "dense")
     """dense runs as many blocks as the GRT; naive is a plain loop that also stores as many."""
-    layout: tuple[int, int, int, int] = (0, 1, 7, 1)
+    layout: tuple[int, int, int, int] = (0, 2, 4, 0)
     """Blocks before the loop, in it, its steps, blocks behind it."""
     form: Literal["gpt2", "llama"] = "llama"
     """The family of blocks: LayerNorm, learned positions and GELU, or RMSNorm, rotary positions and SwiGLU."""
@@ -52,7 +52,7 @@ class ModelArguments:
     """Tokens per window."""
     init_std: float = 0.06
     """Standard deviation of the initial weights. GPT-2's 0.02 is meant for wider models."""
-    gate_bias: float = -1.0
+    gate_bias: float = 0.0
     """Where the gate starts: +4 keeps 98% of the state per step, as in the paper, and hardly opens in a short run."""
     state_noise: float = 0.1
     """Standard deviation of the noise on the projected state, in training."""
