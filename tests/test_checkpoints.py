@@ -262,6 +262,14 @@ def test_a_damaged_newest_is_named_and_the_last_good_one_used(saved: Path) -> No
     assert read_checkpoint(saved / "checkpoint-000700").step == 700
 
 
+def test_newer_ones_are_not_counted_when_older_ones_go(saved: Path) -> None:
+    model = tiny()
+    optimizer = trained(model)
+    for step in (700, 650):  # as after 700 was found damaged
+        save_checkpoint(saved, step, model=model, optimizer=optimizer, config=CONFIG)
+    assert sorted(path.name[-3:] for path in saved.iterdir()) == ["600", "650", "700"]
+
+
 def test_leftovers_of_killed_saves_go_with_the_next(saved: Path) -> None:
     for name in (".checkpoint-000700.tmp", ".checkpoint-000600.old.tmp"):
         shutil.copytree(saved / "checkpoint-000600", saved / name)
