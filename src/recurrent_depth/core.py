@@ -141,6 +141,8 @@ class RecurrentCore(nn.Module):
         if call.start is not None and call.start.shape != anchor.shape:
             raise ValueError(f"start must be {tuple(anchor.shape)} like the anchor, got {tuple(call.start.shape)}.")
         state = self.update.begin(anchor, call)
+        # A first state that is the anchor itself, which the context may hold too, would cost the compiler one more graph.
+        state = state._replace(h=state.h.clone())
         if depth.rows is not None:
             yield from self._states_by_row(state, depth, at, kv)
             return
