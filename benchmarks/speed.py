@@ -173,7 +173,7 @@ def report(speed: list[str], memory: list[str], machine: str, arguments: argpars
     return "\n".join([
         "# Benchmarks",
         "",
-        "Written by `python benchmarks/speed.py`. Every figure is the median over "
+        f"Written by `python benchmarks/speed.py --rounds {arguments.rounds}`. Every figure is the median over "
         f"{arguments.rounds} rounds of a ratio measured within one round, with its quartiles; this says what a model "
         "costs beside its peer on the same machine, not what it costs on yours.",
         "",
