@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
 from recurrent_depth.attention import causal_mask
@@ -55,7 +55,7 @@ class RecurrentTransformer(nn.Module):
 
     def forward(
         self,
-        tokens: Int[Tensor, "batch token"],
+        tokens: Integer[Tensor, "batch token"],
         num_steps: int | Depth | Sequence[int] | None = None,
         *,
         mask: Bool[Tensor, "batch key"] | Int[Tensor, "batch key"] | None = None,
@@ -81,7 +81,7 @@ class RecurrentTransformer(nn.Module):
 
     def trajectory(
         self,
-        tokens: Int[Tensor, "batch token"],
+        tokens: Integer[Tensor, "batch token"],
         num_steps: int | Depth | Sequence[int] | None = None,
         *,
         mask: Bool[Tensor, "batch key"] | Int[Tensor, "batch key"] | None = None,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
 from recurrent_depth.core import Trajectory
@@ -19,7 +19,7 @@ IGNORED = -100
 
 def next_token_loss(
     logits: Float[Tensor, "batch token vocab"],
-    tokens: Int[Tensor, "batch token"],
+    tokens: Integer[Tensor, "batch token"],
     mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
 ) -> Float[Tensor, ""]:
     """Cross-entropy of each token given those before it: the mean over all real targets, in nats per token.
@@ -27,7 +27,7 @@ def next_token_loss(
     Args:
         logits: what the model says at each token.
         tokens: the same tokens; the target at token `t` is token `t + 1`.
-        mask: True at real tokens; padding is no target.
+        mask: True at real tokens; padding is no target, and no token is predicted from it.
 
     Raises:
         ValueError: if there is no next token to predict, or logits or mask are not of the tokens' shape.
@@ -35,8 +35,10 @@ def next_token_loss(
     _check_shapes(logits, tokens, mask)
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens must be at least 2 long to have a next token, got shape {tuple(tokens.shape)}.")
-    targets = tokens if mask is None else tokens.masked_fill(~mask.bool(), IGNORED)
-    targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED).long()
+    targets = tokens[:, 1:].long()
+    if mask is not None:
+        targets = targets.masked_fill(~(mask[:, :-1].bool() & mask[:, 1:].bool()), IGNORED)
+    targets = F.pad(targets, (0, 1), value=IGNORED)
     total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / (targets != IGNORED).sum().clamp(min=1)
 
@@ -50,7 +52,7 @@ def _check_shapes(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
 
 def last_step_loss(
     trajectory: Trajectory,
-    tokens: Int[Tensor, "batch token"],
+    tokens: Integer[Tensor, "batch token"],
     mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
 ) -> Float[Tensor, ""]:
     """The next-token loss after the last step, plus the auxiliary losses: how the GRT is trained, at sampled depth."""
@@ -73,7 +75,7 @@ class WithObjective(nn.Module):
 
     def forward(
         self,
-        tokens: Int[Tensor, "batch token"],
+        tokens: Integer[Tensor, "batch token"],
         num_steps: int | Depth | Sequence[int] | None = None,
         *,
         mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
