@@ -1,0 +1,81 @@
+"""The training loss: which tokens count, and one `forward` for model and loss."""
+
+import pytest
+import torch
+from battery import close, lively, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import tokens
+from torch.testing import assert_close
+
+import recurrent_depth as rd
+
+
+@given(tokens(num_tokens=st.integers(2, 6)))
+def test_the_loss_is_the_mean_surprise_of_each_token_given_those_before(x):
+    logits = torch.randn(*x.shape, 23)
+    surprise = [-logits[row, t].log_softmax(-1)[x[row, t + 1]] for row in range(len(x)) for t in range(x.shape[1] - 1)]
+    assert_close(rd.next_token_loss(logits, x), torch.stack(surprise).mean())
+
+
+@given(tokens(st.just(2), st.integers(4, 6)), st.integers(0, 2), st.booleans())
+def test_padding_is_neither_a_target_nor_what_one_is_predicted_from(x, padding, left):
+    logits, mask = torch.randn(*x.shape, 23), torch.ones_like(x, dtype=torch.bool)
+    real = slice(padding, None) if left else slice(0, x.shape[1] - padding)
+    mask[0] = False
+    mask[0, real] = True
+    rows = [(logits[:1, real], x[:1, real]), (logits[1:], x[1:])]
+    counts = [row.shape[1] - 1 for _, row in rows]
+    expected = sum(n * rd.next_token_loss(*row) for n, row in zip(counts, rows, strict=True)) / sum(counts)
+    assert_close(rd.next_token_loss(logits, x, mask), expected)
+    assert_close(rd.next_token_loss(logits, x, mask.long()), expected)
+
+
+def test_the_loss_of_a_left_padded_batch_is_that_of_its_rows():
+    model = lively(tiny()).eval()
+    x = torch.randint(23, (2, 6))
+    mask = torch.tensor([[False, False, True, True, True, True], [True] * 6])
+    expected = (3 * rd.next_token_loss(model(x[:1, 2:]), x[:1, 2:]) + 5 * rd.next_token_loss(model(x[1:]), x[1:])) / 8
+    assert_close(rd.WithObjective(model)(x, mask=mask), expected, **close)
+
+
+def test_a_batch_without_targets_costs_nothing():
+    logits = torch.randn(2, 3, 23, requires_grad=True)
+    loss = rd.next_token_loss(logits, torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, dtype=torch.bool))
+    loss.backward()
+    assert loss == 0
+    assert (logits.grad == 0).all()
+
+
+def test_the_loss_is_float32_and_takes_any_integers():
+    logits, x = torch.randn(2, 5, 23, dtype=torch.bfloat16), torch.randint(23, (2, 5))
+    assert rd.next_token_loss(logits, x).dtype == torch.float32
+    mask = torch.tensor([[False, True, True, True, True], [True] * 5])
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert_close(rd.next_token_loss(logits, x.to(dtype), mask), rd.next_token_loss(logits, x, mask))
+
+
+@pytest.mark.parametrize("depth", [None, 2, rd.Depth(3, 1), [1, 3]], ids=str)
+def test_one_forward_holds_model_and_loss(depth):
+    model = lively(tiny()).eval()
+    x = torch.randint(23, (2, 6))
+    assert_close(rd.WithObjective(model)(x, depth), rd.next_token_loss(model(x, depth), x))
+    assert dict(rd.WithObjective(model).named_parameters()).keys() == {
+        f"model.{n}" for n, _ in model.named_parameters()
+    }
+
+
+def test_an_objective_may_read_every_step():
+    model = lively(tiny()).eval()
+    x = torch.randint(23, (2, 6))
+
+    def every_exit(trajectory, tokens, mask):
+        return torch.stack([rd.next_token_loss(trajectory.at(i), tokens, mask) for i in range(3)]).mean()
+
+    expected = sum(rd.next_token_loss(model(x, n), x) for n in (1, 2, 3)) / 3
+    assert_close(rd.WithObjective(model, every_exit, every_step=True)(x), expected)
+
+
+def test_a_single_token_has_no_next_one():
+    with pytest.raises(ValueError, match="at least 2 long"):
+        rd.next_token_loss(torch.randn(1, 1, 23), torch.zeros(1, 1, dtype=torch.long))
