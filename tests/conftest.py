@@ -1,7 +1,6 @@
-"""Settings of every test: one thread per process, hypothesis profiles, stable names, and a seed for the global RNG."""
+"""Settings of every test: one thread per process, hypothesis profiles, and a seed for the global RNG."""
 
 import os
-import re
 
 import hypothesis
 import pytest
@@ -20,9 +19,3 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 def seed() -> None:
     """Weights and noise come from the global RNG: every test starts it at the same place."""
     torch.manual_seed(0)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Takes memory addresses out of the names of tests, which worker processes must agree on."""
-    for item in items:
-        item._nodeid = re.sub(r" at 0x[0-9a-f]+", "", item.nodeid)
