@@ -109,8 +109,13 @@ class LlamaForm(Form):
     arrangement: Arrangement = PreNorm
 
     def __post_init__(self):
-        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        check_heads(require_whole("dim", self.dim, 1), require_whole("num_heads", self.num_heads, 1), num_kv_heads)
+        sizes = {"dim": self.dim, "num_heads": self.num_heads}
+        given = {"num_kv_heads": self.num_kv_heads, "hidden": self.hidden}
+        for name, value in (sizes | {name: value for name, value in given.items() if value is not None}).items():
+            require_whole(name, value, at_least=1)
+        check_heads(self.dim, self.num_heads, self.num_kv_heads or self.num_heads)
+        if not self.rotary_base > 0:
+            raise ValueError(f"rotary_base is {self.rotary_base}, but must be above 0.")
         if self.dim // self.num_heads % 2:
             raise ValueError(f"Rotary positions need an even head size, got {self.dim} / {self.num_heads}.")
 

@@ -131,7 +131,7 @@ class RecurrentTransformer(nn.Module):
         return depth
 
 
-def checked_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
+def checked_tokens(tokens: object, vocab_size: int) -> Tensor:
     """The tokens, in a dtype that an embedding takes.
 
     Their values are looked at on CPU only, and not under torch.compile, where looking would cost a synchronisation.
@@ -139,6 +139,8 @@ def checked_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
     Raises:
         ValueError: if they are not (batch, token), empty, no integers, or outside of the vocabulary.
     """
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens must be a tensor (batch, token), got {type(tokens).__name__}.")
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
@@ -157,6 +159,8 @@ def _checked_mask(mask: Tensor | None, tokens: Tensor, cached: bool) -> Tensor |
     fits = mask.ndim == 2 and mask.shape[0] == batch
     if not fits or mask.shape[1] < num_tokens or (mask.shape[1] > num_tokens and not cached):
         raise ValueError(f"mask must be {(batch, num_tokens)} like tokens, got {tuple(mask.shape)}.")
+    if mask.is_floating_point():
+        raise ValueError(f"mask must be boolean or of integers, True at real tokens; got {mask.dtype}.")
     return mask.bool()
 
 
