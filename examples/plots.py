@@ -23,7 +23,7 @@ def plot(metrics: dict[str, Any], logs: dict[str, list[dict[str, Any]]], path: P
             if metrics["trigram_loss"] is not None:
                 axes.axhline(metrics["trigram_loss"], color="gray", linestyle=":", label="trigram count")
             axes.set_ylabel(f"loss ({metrics['unit']})")
-            axes.legend(frameon=False)
+            axes.legend(edgecolor="none", framealpha=0.9)
         # The first steps fall from ln(vocabulary) within moments and would squeeze all else.
         left.set_ylim(top=max(max(losses[len(losses) // 20 :]) for losses in map(_losses, logs.values())))
         left.set(title="Training (thin) and held-out loss", xlabel="optimizer steps")
