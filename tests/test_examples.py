@@ -29,8 +29,8 @@ from tokens import Bytes
 import recurrent_depth as rd
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(300))
-MODEL = "--layout 0 1 3 1 --dim 16 --num-heads 2 --context-length 16"
-RECIPE = "--batch-size 2 --steps 6 --warmup 2 --save-every 3 --eval-every 3"
+MODEL = "--layout 0 1 3 1 --dim 16 --num-heads 2 --context-length 16 --gate-bias -1"
+RECIPE = "--lr 3e-3 --batch-size 2 --steps 6 --warmup 2 --save-every 3 --eval-every 3"
 TINY = [*MODEL.split(), *RECIPE.split()]
 
 
