@@ -1,5 +1,6 @@
 """Laws of gradients: true ones, at every depth, truncated, checkpointed, and under autocast."""
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -145,3 +146,28 @@ def test_training_twice_in_a_row_with_another_depth_needs_nothing_in_between():
     for depth in (3, rd.Depth(3, 1), [1, 3], 2):
         gradients_of(model, x, depth)
         assert all(weight.grad is None for weight in model.parameters())
+
+
+def bytes_alive(model: rd.RecurrentTransformer, x: torch.Tensor, num_steps: int) -> int:
+    """What a forward keeps for its backward: all that autograd saves or a checkpoint holds."""
+    gc.collect()
+    before = {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        out = model(x, num_steps)
+    gc.collect()
+    kept = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and id(one) not in before]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
+    assert out.requires_grad
+    return sum(storages.values())
+
+
+def test_a_further_checkpointed_step_keeps_hardly_more_than_its_state():
+    model = tiny(layout=rd.Layout(1, 2, 10, 1), dim=32, context_length=64)
+    x = torch.randint(23, (8, 64))
+    state = 8 * 64 * 32 * 4
+    model.core.checkpointing = True
+    growth = (bytes_alive(model, x, 10) - bytes_alive(model, x, 2)) / 8
+    model.core.checkpointing = False
+    plain = (bytes_alive(model, x, 10) - bytes_alive(model, x, 2)) / 8
+    assert state <= growth <= 1.2 * state
+    assert plain > 20 * state
