@@ -312,6 +312,25 @@ def test_a_ramp_draws_what_its_sampler_would(draw):
     assert sampler.expected(draw).num_steps == mean + 1
 
 
+@pytest.mark.parametrize("make", [UniformDepth(8), FixedDepth(8), int, lambda num_steps: Depth(num_steps)], ids=repr)
+def test_a_curriculum_refuses_what_makes_no_sampler(make):
+    with pytest.raises(ValueError, match="must make a sampler of a whole number"):
+        RampedDepth(make, max_depth=8, num_draws=10)
+
+
+@pytest.mark.parametrize("share", [1.5, -0.1, math.nan, math.inf])
+def test_a_ramp_gives_a_share_of_the_depth(share):
+    with pytest.raises(ValueError, match=r"must be from 0 to 1, the share of max_depth"):
+        RampedDepth(FixedDepth, 8, 10, ramp=lambda progress: share)
+    halfway = RampedDepth(FixedDepth, 8, 10, ramp=lambda progress: share if progress == 0.5 else progress)
+    with pytest.raises(ValueError, match=r"ramp\(0.5\) is "):
+        halfway(5)
+
+
+def test_a_ramp_that_rounds_a_little_above_one_keeps_to_the_maximum():
+    assert RampedDepth(FixedDepth, 8, 10, ramp=lambda progress: progress * (1 + 1e-10))(10).num_steps == 8
+
+
 def test_the_ramps_are_those_of_their_names():
     assert linear_ramp(0.75) == 0.75
     assert sqrt_ramp(0.75) == 0.5

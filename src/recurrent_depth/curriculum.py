@@ -28,7 +28,8 @@ class RampedDepth(DepthSampler):
         RampedDepth(partial(PoissonLogNormalDepth, grad_steps=8), max_depth=32, num_draws=5000, ramp=sqrt_ramp)
 
     Raises:
-        ValueError: if `max_depth` or `num_draws` is below 1.
+        ValueError: if `max_depth` or `num_draws` is below 1, `make` gives no sampler (hand over `UniformDepth`, not
+            `UniformDepth(10)`), or `ramp` a share outside of 0 to 1.
 
     Reference: McLeish et al., 2025, arXiv 2511.07384.
     """
@@ -41,6 +42,8 @@ class RampedDepth(DepthSampler):
     def __post_init__(self) -> None:
         require_whole("max_depth", self.max_depth, at_least=1)
         require_whole("num_draws", self.num_draws, at_least=1)
+        for draw in (0, self.num_draws):
+            self.at(draw)
 
     def __call__(self, draw: int) -> Depth:
         return self.at(draw)(draw)
@@ -52,4 +55,16 @@ class RampedDepth(DepthSampler):
         """The sampler that draw number `draw` comes from."""
         progress = min(1.0, require_whole("draw", draw, at_least=0) / self.num_draws)
         # Rounded first, since 100 * 0.55 comes out a little above 55.
-        return self.make(max(1, math.ceil(round(self.max_depth * self.ramp(progress), 9))))
+        sampler = self.make(max(1, math.ceil(round(self.max_depth * self._share(progress), 9))))
+        if not isinstance(sampler, DepthSampler):
+            raise ValueError(
+                f"make is {self.make!r} and gave {sampler!r}, but must make a sampler of a whole number, as "
+                "UniformDepth or partial(UniformDepth, seed=0) do."
+            )
+        return sampler
+
+    def _share(self, progress: float) -> float:
+        share = self.ramp(progress)
+        if not 0 <= round(share, 9) <= 1:
+            raise ValueError(f"ramp({progress:g}) is {share!r}, but must be from 0 to 1, the share of max_depth.")
+        return min(share, 1.0)
