@@ -1,6 +1,7 @@
 """The layout search against brute force, against built models, and against the paper's own layouts."""
 
 import itertools
+import re
 import time
 from functools import partial
 
@@ -169,7 +170,32 @@ def test_splits_of_the_same_blocks_share_a_row_that_counts_them():
 def test_a_table_of_nothing_says_so():
     found = search_layouts(dense(1), executed_blocks, within=0)
     assert (len(found), found.layouts, list(found)) == (0, (), [])
-    assert "0 of 0 rows" in str(found)
+    assert "nothing within 0% of the dense model. Try a larger `within`" in str(found)
+    assert "nothing within 0.5%" in str(search_layouts(dense(1), executed_blocks, within=0.005))
+    assert "nothing within 7%" in str(search_layouts(dense(1), executed_blocks))
+
+
+def test_small_models_keep_their_digits():
+    rows = str(search_layouts(dense(6), executed_blocks, within=0)).splitlines()[2:]
+    assert "76.8 k" in rows[0]
+    assert "4.1 M" in rows[0]
+    assert not any(re.search(r"\b0\.0 [kMG]", row) for row in rows)
+
+
+@pytest.mark.parametrize("num_rows", [0, -1, 2.5, None, True])
+def test_a_table_has_a_row_or_more(num_rows):
+    found = search_layouts(dense(6), executed_blocks)
+    with pytest.raises((ValueError, TypeCheckError), match="num_rows"):
+        found.table(num_rows)
+
+
+def test_no_sequence_is_longer_than_the_positions_learned():
+    model = dense(6)
+    assert flops(model, 24) == flops(model)
+    for count in (partial(flops, model), partial(search_layouts, model, executed_blocks)):
+        with pytest.raises(ValueError, match="tokens is 25, but must be at most 24"):
+            count(tokens=25)
+    assert flops(dense(6, rd.LlamaForm), 5000) > 0
 
 
 # Bad input

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from recurrent_depth.accounting import Counting, Outline, flops, flops_breakdown, training_flops
-from recurrent_depth.depth import Layout
+from recurrent_depth.depth import Layout, require_whole
 from recurrent_depth.sampling import FixedDepth, UniformDepth
 
 
@@ -38,10 +38,13 @@ class LayoutCosts:
         found: the outlines of the layouts, closest first.
         tokens: the length of the sequence that is counted.
         counting: the convention of the FLOPs.
+        within: how far off a layout was allowed to be, as a share; said where nothing was found.
     """
 
-    def __init__(self, dense: Outline, found: Sequence[Outline], *, tokens: int, counting: Counting):
-        self.dense, self.found, self.tokens, self.counting = dense, found, tokens, counting
+    def __init__(
+        self, dense: Outline, found: Sequence[Outline], *, tokens: int, counting: Counting, within: float | int
+    ):
+        self.dense, self.found, self.tokens, self.counting, self.within = dense, found, tokens, counting, within
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -70,7 +73,12 @@ class LayoutCosts:
         )
 
     def table(self, num_rows: int = 20) -> str:
-        """The dense model and the closest layouts, with one row for all that only split prelude and coda otherwise."""
+        """The dense model and the closest layouts, with one row for all that only split prelude and coda otherwise.
+
+        Raises:
+            ValueError: if `num_rows` is below 1.
+        """
+        require_whole("num_rows", num_rows, at_least=1)
         splits: dict[tuple[int, int, int], list[Outline]] = {}
         for of in self.found:
             prelude, core, num_steps, coda = of.layout
@@ -78,7 +86,8 @@ class LayoutCosts:
         closest = list(splits.values())[:num_rows]
         rows = [_row(str(same[0].layout), str(len(same)), self.cost(same[0])) for same in closest]
         dense = _row("dense", "", self.cost(self.dense))
-        return "\n".join([_HEADER, "-" * len(_HEADER), dense, *rows, self._legend(len(rows), len(splits))])
+        legend = self._legend(len(rows), len(splits)) if rows else self._nothing()
+        return "\n".join([_HEADER, "-" * len(_HEADER), dense, *rows, legend])
 
     def __str__(self) -> str:
         return self.table()
@@ -94,6 +103,12 @@ class LayoutCosts:
             "overhead: projection and gate over all else. training: under even depths from 1 to the layout's."
         )
 
+    def _nothing(self) -> str:
+        return (
+            f"nothing within {100 * self.within:g}% of the dense model. Try a larger `within`, smaller `min_prelude` "
+            "and `min_coda`,\na larger `max_steps`, or another `match`: executed blocks, where the width is small."
+        )
+
 
 _COLUMNS = "{:<12} {:>6} {:>6} {:>8}  {:>10} {:>7}  {:>9} {:>7}  {:>8}  {:>8}"
 _HEADER = _COLUMNS.format(
@@ -107,10 +122,16 @@ def _row(name: str, splits: str, cost: LayoutCost) -> str:
         splits,
         cost.layout.stored,
         cost.layout.executed,
-        f"{cost.num_parameters / 1e6:.1f} M",
+        _short(cost.num_parameters, "kM"),
         f"{cost.parameters_ratio:.2f} ×",
-        f"{cost.flops / 1e9:.1f} G",
+        _short(cost.flops, "kMG"),
         f"{cost.compute:.2f} ×",
         f"{cost.overhead:.1%}",
         f"{cost.training:.2f} ×",
     )
+
+
+def _short(value: int, units: str) -> str:
+    """In the largest of the units (k, M, ...: powers of a thousand) that leaves a digit before the point."""
+    power = min(max(1, (len(str(value)) - 1) // 3), len(units))
+    return f"{value / 1000**power:.1f} {units[power - 1]}"

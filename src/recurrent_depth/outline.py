@@ -41,11 +41,14 @@ class Outline(NamedTuple):
         """How long a sequence to count: `tokens`, or else all positions that were learned.
 
         Raises:
-            ValueError: if `tokens` is below 1, or missing where no positions are learned.
+            ValueError: if `tokens` is below 1, above the positions that were learned, or missing where none are.
         """
         if tokens is None and self.context_length is None:
             raise ValueError("tokens is None, but must be given: this model has learned no positions to bound them.")
-        return require_whole("tokens", self.context_length if tokens is None else tokens, at_least=1)
+        length = require_whole("tokens", self.context_length if tokens is None else tokens, at_least=1)
+        if self.context_length is not None and length > self.context_length:
+            raise ValueError(f"tokens is {length}, but must be at most {self.context_length}, the positions learned.")
+        return length
 
 
 def outline(model: RecurrentTransformer | Outline) -> Outline:

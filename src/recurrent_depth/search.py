@@ -51,7 +51,8 @@ def search_layouts(
         counting: the convention of the table's FLOPs; the match has its own.
 
     Raises:
-        ValueError: if `dense` is no dense model, a number is too small, or `max_steps` missing where it is needed.
+        ValueError: if `dense` is no dense model, a number is too small, `tokens` beyond the positions that it has
+            learned, or `max_steps` missing where it is needed.
     """
     _check(dense, within, max_steps, min_prelude, min_coda)
     of, frame, smallest = outline(dense), _frame(dense, update), Layout(min_prelude, 1, 2, min_coda)
@@ -73,7 +74,8 @@ def search_layouts(
             "max_steps is None, but must be given: what is matched does not grow with the number of steps."
         )
     near = sorted((layout for layout in _grown(smallest, fits) if excess(layout) >= -within), key=rank)
-    return LayoutCosts(of, [frame.outline(layout) for layout in near], tokens=of.length(tokens), counting=counting)
+    found = [frame.outline(layout) for layout in near]
+    return LayoutCosts(of, found, tokens=of.length(tokens), counting=counting, within=within)
 
 
 class _Frame(NamedTuple):
