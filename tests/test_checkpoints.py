@@ -2,9 +2,12 @@
 
 import errno
 import json
+import os
 import resource
 import shutil
+import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from processes import start
 
 import recurrent_depth as rd
+from recurrent_depth import sealed
 from recurrent_depth.sealed import read_sealed, write_sealed
 from recurrent_depth.training import (
     latest_checkpoint,
@@ -285,8 +289,6 @@ def test_leftovers_of_killed_saves_go_with_the_next(saved: Path) -> None:
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("call", range(6))
 def test_a_save_that_fails_at_any_sync_leaves_the_others_whole(saved: Path, monkeypatch, call: int, error) -> None:
-    import os
-
     calls, real = [], os.fsync
 
     def failing(descriptor: int) -> None:
@@ -301,6 +303,58 @@ def test_a_save_that_fails_at_any_sync_leaves_the_others_whole(saved: Path, monk
         save_checkpoint(saved, 700, model=model, optimizer=trained(model), config=CONFIG)
     assert [path.name for path in saved.iterdir()] == ["checkpoint-000600"]
     assert read_checkpoint(saved / "checkpoint-000600").step == 600
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+@pytest.mark.parametrize("call", range(3))
+def test_saving_a_step_again_that_fails_leaves_the_first_in_place(saved: Path, monkeypatch, call: int, error) -> None:
+    before = read_sealed(saved / "checkpoint-000600")
+    moves, sync, rename = [], sealed._sync_folder, Path.rename
+
+    def failing(real):
+        def move(path: Path, *target: Path) -> None:
+            moves.append(path)
+            if len(moves) == call + 2:  # the temporary folder is synced first; then come two renames and a sync
+                raise error
+            real(path, *target)
+
+        return move
+
+    monkeypatch.setattr(sealed, "_sync_folder", failing(sync))
+    monkeypatch.setattr(Path, "rename", failing(rename))
+    model = tiny()
+    with pytest.raises(type(error)):
+        save_checkpoint(saved, 600, model=model, optimizer=trained(model), config=CONFIG)
+    assert [path.name for path in saved.iterdir()] == ["checkpoint-000600"]
+    assert read_sealed(saved / "checkpoint-000600") == before
+
+
+def save_and_be_killed(folder: Path) -> None:
+    rename = Path.rename
+
+    def rename_once(path: Path, target: Path) -> None:
+        rename(path, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    model = tiny()
+    with mock.patch.object(Path, "rename", rename_once):
+        save_checkpoint(folder, 600, model=model, optimizer=trained(model), config=CONFIG)
+
+
+def test_a_step_that_is_saved_again_survives_a_kill_between_the_renames(saved: Path, tmp_path_factory) -> None:
+    before = read_sealed(saved / "checkpoint-000600")
+    process = start(save_and_be_killed, saved, out=tmp_path_factory.mktemp("told") / "said")
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (saved / "checkpoint-000600").exists()
+    found = latest_checkpoint(saved)
+    assert found is not None
+    assert found == read_checkpoint(saved / "checkpoint-000600") == (saved / "checkpoint-000600", 600, CONFIG)
+    model = tiny()
+    assert load_checkpoint(found.path, model=model, optimizer=trained(model, steps=0)) == found
+    save_checkpoint(saved, 700, model=model, optimizer=trained(model), config=CONFIG)
+    assert sorted(path.name for path in saved.iterdir()) == ["checkpoint-000600", "checkpoint-000700"]
+    assert read_sealed(saved / "checkpoint-000600") == before
 
 
 def save_on_a_full_disk(folder: Path, told: Path) -> None:

@@ -23,7 +23,7 @@ from recurrent_depth.running_state import (
     set_random_state,
 )
 from recurrent_depth.same_run import require_same_config, require_same_tensors
-from recurrent_depth.sealed import read_sealed, remove_leftovers, write_sealed
+from recurrent_depth.sealed import read_sealed, remove_leftovers, sealed_folders, write_sealed
 
 
 class Checkpoint(NamedTuple):
@@ -152,7 +152,7 @@ def load_checkpoint(
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    found = [path for path in sealed_folders(folder, "checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted(found, key=_step_of, reverse=True)
 
 

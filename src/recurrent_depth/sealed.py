@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+ASIDE = ".old.tmp"
 FORMAT = "recurrent-depth sealed folder, version 1"
 
 
 def write_sealed(target: Path, files: Mapping[str, bytes]) -> None:
     """Writes `files` and a manifest with the size and SHA-256 of each as the folder `target`.
 
-    All is written into a temporary folder beside it and synced to the disk; one rename then puts it in place. A
-    process that is killed leaves at most that temporary folder behind, see `remove_leftovers`.
+    All is written into a temporary folder beside it and synced to the disk; one rename then puts it in place. What lay
+    there before is set aside first and removed last. A process that is killed leaves at most the temporary folder and
+    what was set aside: `read_sealed` finds the latter until `remove_leftovers` puts it back.
 
     Raises:
         OSError: if the disk is full or refuses; what was in place stays, the temporary folder is removed.
@@ -35,14 +37,27 @@ def write_sealed(target: Path, files: Mapping[str, bytes]) -> None:
 def read_sealed(path: Path) -> dict[str, bytes]:
     """The files of a sealed folder, each checked against the manifest; other files in the folder are ignored.
 
+    Reading changes nothing on the disk: where a killed process had set the folder aside, it is read there.
+
     Raises:
         ValueError: if the manifest or a file is missing, cut short or changed; says which, what was found and expected.
     """
-    return {name: _read_checked(path / name, *expected) for name, expected in _read_manifest(path).items()}
+    place = _aside(path) if not path.exists() and _aside(path).exists() else path
+    return {name: _read_checked(place / name, *expected) for name, expected in _read_manifest(place).items()}
+
+
+def sealed_folders(folder: Path, pattern: str) -> set[Path]:
+    """The folders whose names match `pattern`, also where a killed process had set one aside."""
+    return {*folder.glob(pattern), *map(_target, folder.glob(f".{pattern}{ASIDE}"))}
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:
-    """Removes what killed processes left of sealed folders whose names match `pattern`."""
+    """Puts back what killed processes had set aside and not replaced, then removes what else they left.
+
+    For the one process that writes: only sealed folders whose names match `pattern` are touched.
+    """
+    for aside in list(folder.glob(f".{pattern}{ASIDE}")):
+        _put_back(aside)
     for leftover in folder.glob(f".{pattern}.tmp"):
         shutil.rmtree(leftover)
 
@@ -64,12 +79,31 @@ def _write_synced(path: Path, content: bytes) -> None:
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    retired = target.with_name(f".{target.name}.old.tmp")
-    if target.exists():  # a folder that is not empty cannot be renamed over
-        target.rename(retired)
-    temporary.rename(target)
-    _sync_folder(target.parent)
-    shutil.rmtree(retired, ignore_errors=True)
+    aside = _aside(target)
+    try:
+        if target.exists():  # a folder that is not empty cannot be renamed over
+            target.rename(aside)
+        temporary.rename(target)
+        _sync_folder(target.parent)
+    except BaseException:
+        if not temporary.exists():
+            target.rename(temporary)
+        _put_back(aside)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}{ASIDE}")
+
+
+def _target(aside: Path) -> Path:
+    return aside.with_name(aside.name.removeprefix(".").removesuffix(ASIDE))
+
+
+def _put_back(aside: Path) -> None:
+    if aside.exists() and not _target(aside).exists():
+        aside.rename(_target(aside))
 
 
 def _sync_folder(path: Path) -> None:
