@@ -33,7 +33,7 @@ def evaluate(model: rd.RecurrentTransformer, windows: Tensor, depths: Sequence[i
         tokens = part.to(device)
         trajectory = model.trajectory(tokens, max(depths), every_step=True)
         share = len(tokens) / len(windows)
-        losses += share * _vector(rd.next_token_loss(trajectory.at(depth - 1), tokens) for depth in depths)
+        losses += share * _vector(rd.next_token_loss(trajectory.after(depth), tokens) for depth in depths)
         gates += share * _vector(1 - state.write.mean() for state in trajectory.states)
     model.train(training)
     return Evaluation(losses.tolist(), gates.tolist())

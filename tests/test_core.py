@@ -80,8 +80,9 @@ def test_a_start_takes_the_place_of_the_anchor():
     start = torch.randn(2, 7, 16)
     for update in (rd.gated, rd.plain):
         model = lively(tiny(update=update)).eval()
-        assert torch.equal(model.core.update.begin(start + 1, rd.Call(1, start=start)).h, start)
         assert not torch.allclose(model(X, start=start), model(X))
+        anchor = model.prelude(model.embed(X, torch.arange(7)[None]), rd.At(torch.arange(7)[None]))
+        assert torch.equal(model(X, start=anchor), model(X))
 
 
 def test_what_an_update_reads_is_what_the_coda_sees():
@@ -156,12 +157,14 @@ def test_a_trajectory_keeps_the_last_state_unless_asked_for_all():
     model = tiny().eval()
     assert len(model.trajectory(X).states) == 1
     trajectory = model.trajectory(X, every_step=True)
-    assert torch.equal(trajectory.at(2), trajectory.output)
-    for step in (-1, 3):
-        with pytest.raises(ValueError, match=f"step must be in 0 to 2.* got {step}"):
-            trajectory.at(step)
-    with pytest.raises(ValueError, match="step must be in 0 to 0"):
-        model.trajectory(X).at(1)
+    assert torch.equal(trajectory.after(3), trajectory.output)
+    for num_steps in (0, 4):
+        with pytest.raises(ValueError, match=f"num_steps is {num_steps}, .* after 1 to 3"):
+            trajectory.after(num_steps)
+    last = model.trajectory(X)
+    assert torch.equal(last.after(3), last.output)
+    with pytest.raises(ValueError, match=r"num_steps is 1, .* after 3 alone"):
+        last.after(1)
 
 
 def test_deeper_than_trained_works_and_warns():
@@ -169,7 +172,7 @@ def test_deeper_than_trained_works_and_warns():
     with pytest.warns(UserWarning, match="5 steps asked for, but full depth is 3"):
         trajectory = model.trajectory(X, 5, every_step=True)
     assert len(trajectory.states) == 5
-    assert torch.equal(trajectory.at(2), model(X))
+    assert torch.equal(trajectory.after(3), model(X))
 
 
 def test_sixty_four_steps_run_and_learn():
@@ -196,3 +199,57 @@ def test_a_state_is_forgotten_once_nobody_asked_for_it():
             del state
             gc.collect()
             assert sum(one() is not None for one in alive) <= 2  # the one before, from which the step was taken
+
+
+@pytest.mark.parametrize("form", [rd.GPT2Form, rd.LlamaForm])
+def test_a_double_model_computes_in_double(form):
+    model = lively(tiny(form=form)).double().eval()
+    anchor = torch.randn(1, 3, 16, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: model.core(x, 2), anchor)
+
+
+def test_an_update_that_returns_another_shape_or_dtype_or_no_state_is_refused():
+    class Shrinks(Recorded):
+        def forward(self, state, blocks, step):
+            return state._replace(h=state.h[:, :1])
+
+    class Narrows(Recorded):
+        def forward(self, state, blocks, step):
+            return state._replace(h=state.h.bfloat16())
+
+    class Forgets(Recorded):
+        def forward(self, state, blocks, step):
+            return state.h
+
+    for update, message in ((Shrinks, r"Shrinks returns.* must be \(1, 3, 8\)"), (Narrows, "bfloat16")):
+        with pytest.raises(ValueError, match=message):
+            rd.RecurrentCore([Mixing()], update())(torch.randn(1, 3, 8), 2)
+    with pytest.raises(Exception, match=r"Forgets must return a DepthState|return"):
+        rd.RecurrentCore([Mixing()], Forgets())(torch.randn(1, 3, 8), 2)
+
+
+def test_a_user_s_part_keeps_the_start_that_it_gives_itself():
+    class Anchored(Recorded):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.LayerNorm(16)
+            self.mix = nn.Linear(16, 16)
+            self.strength = nn.Parameter(torch.empty(1))
+            self.reset_parameters()
+
+        def reset_parameters(self):
+            nn.init.zeros_(self.mix.weight)
+            nn.init.constant_(self.strength, 0.5)
+
+    with torch.device("meta"):
+        model = tiny(update=lambda dim: Anchored())
+    model = model.to_empty(device="cpu")
+    rd.initialise(model)
+    update = model.core.update
+    for weight, start in ((update.out.weight, 1.0), (update.mix.weight, 0.0), (update.strength, 0.5)):
+        assert (weight == start).all()
+
+
+def test_an_update_made_already_is_refused_where_a_factory_is_wanted():
+    with pytest.raises(ValueError, match="GatedDepthUpdate, which is made already"):
+        tiny(update=rd.gated(16))

@@ -32,7 +32,7 @@ def test_shape_and_dtype_are_kept(build, recipe, x):
         assert state.h.shape == (*x.shape, recipe.width[0])
         assert state.h.dtype == recipe.dtype
         assert state.write.shape == x.shape
-        assert state.write.dtype == torch.float32
+        assert state.write.dtype == torch.promote_types(recipe.dtype, torch.float32)
         assert ((state.write > 0) & (state.write <= 1)).all()
 
 
@@ -47,9 +47,9 @@ def test_a_shallower_run_is_a_prefix(build, recipe, x):
         assert len(shallow.states) == 1
         assert torch.equal(shallow.states[0].h, trajectory.states[num_steps - 1].h)
         assert torch.equal(shallow.states[0].write, trajectory.states[num_steps - 1].write)
-        assert torch.equal(shallow.output, trajectory.at(num_steps - 1))
+        assert torch.equal(shallow.output, trajectory.after(num_steps))
     assert torch.equal(model(x), trajectory.output)
-    assert torch.equal(model(x, 1), trajectory.at(0))
+    assert torch.equal(model(x, 1), trajectory.after(1))
 
 
 @every_method
@@ -58,7 +58,7 @@ def test_a_shallower_run_is_a_prefix(build, recipe, x):
 def test_each_step_changes_the_output(build, recipe, x):
     trajectory = recipe.model(build).trajectory(x, every_step=True)
     for step in range(1, len(trajectory.states)):
-        assert (trajectory.at(step) - trajectory.at(step - 1)).abs().max() > 1e-6
+        assert (trajectory.after(step + 1) - trajectory.after(step)).abs().max() > 1e-6
 
 
 @every_method

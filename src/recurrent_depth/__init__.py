@@ -10,6 +10,7 @@ from recurrent_depth.blocks import (
     PostNorm,
     PreNorm,
     Residual,
+    ResidualProjection,
     ResidualSandwich,
     Stack,
     SwiGLU,
@@ -27,7 +28,7 @@ from recurrent_depth.contracts import (
     Pick,
     UpdateCost,
 )
-from recurrent_depth.core import RecurrentCore, Trajectory
+from recurrent_depth.core import RecurrentCore
 from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
 from recurrent_depth.depth import Depth, Layout
 from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
@@ -40,6 +41,8 @@ from recurrent_depth.objective import WithObjective, last_step_loss, next_token_
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
 from recurrent_depth.search import search_layouts
 from recurrent_depth.step import StepBlocks
+from recurrent_depth.trajectory import Trajectory
+from recurrent_depth.trees import map_tensors
 from recurrent_depth.update import DepthState, DepthUpdate, GatedDepthUpdate, ReplaceState, initial_state
 
 __all__ = [
@@ -86,6 +89,7 @@ __all__ = [
     "RecurrentTransformer",
     "ReplaceState",
     "Residual",
+    "ResidualProjection",
     "ResidualSandwich",
     "Rotary",
     "Stack",
@@ -109,6 +113,7 @@ __all__ = [
     "initialise",
     "last_step_loss",
     "linear_ramp",
+    "map_tensors",
     "naive",
     "next_token_loss",
     "plain",

@@ -6,7 +6,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from recurrent_depth.blocks import ResidualProjection
 from recurrent_depth.contracts import At, BlockCost
+from recurrent_depth.numerics import at_least_float32
 
 
 class Rotary(nn.Module):
@@ -24,12 +26,11 @@ class Rotary(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch head token size"], positions: Int[Tensor, "#batch token"]
     ) -> Float[Tensor, "batch head token size"]:
-        """The rotated queries or keys, in the dtype that came in; angles are computed in float32."""
-        size = x.shape[-1]
-        frequencies = self.base ** (-torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / size)
-        angles = positions[:, None, :, None].float() * frequencies
+        """The rotated queries or keys, in the dtype that came in; computed in float32 or finer."""
+        first, second = at_least_float32(x).chunk(2, dim=-1)
+        exponents = torch.arange(0, x.shape[-1], 2, device=x.device, dtype=first.dtype) / x.shape[-1]
+        angles = positions[:, None, :, None].to(first.dtype) * self.base**-exponents
         cos, sin = angles.cos(), angles.sin()
-        first, second = x.float().chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
@@ -82,7 +83,7 @@ class Attention(nn.Module):
         self.head_size, self.causal = dim // num_heads, causal
         self.qkv = nn.Linear(dim, (num_heads + 2 * self.num_kv_heads) * self.head_size, bias=bias)
         self.rotary = rotary if rotary is not None else NoRotary()
-        self.out = nn.Linear(dim, dim, bias=bias)
+        self.out = ResidualProjection(dim, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "batch token dim"], at: At) -> Float[Tensor, "batch token dim"]:
         """What each token gathers from the tokens that it may look at."""

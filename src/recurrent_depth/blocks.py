@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from recurrent_depth.contracts import At, BlockCost, KeyValues
 
 
+class ResidualProjection(nn.Linear):
+    """The last linear layer of a residual branch; it starts narrower than others, see `initialise`."""
+
+
 class MLP(nn.Module):
     """The two-layer MLP of GPT-2, with the exact GELU."""
 
     def __init__(self, dim: int, hidden: int, *, bias: bool = False):
         super().__init__()
         self.up = nn.Linear(dim, hidden, bias=bias)
-        self.out = nn.Linear(hidden, dim, bias=bias)
+        self.out = ResidualProjection(hidden, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
         """`out(gelu(up(x)))`."""
@@ -38,7 +42,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate = nn.Linear(dim, hidden, bias=bias)
         self.up = nn.Linear(dim, hidden, bias=bias)
-        self.out = nn.Linear(hidden, dim, bias=bias)
+        self.out = ResidualProjection(hidden, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
         """`out(silu(gate(x)) * up(x))`."""
@@ -189,7 +193,9 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         for layer, block in enumerate(self.blocks):
-            _check_call(layer, block)
+            name = type(block).__name__
+            wanted = f"block {layer} must be callable as block(x, at). If it takes only x: rd.PlainBlock({name}(...))"
+            check_call(block, wanted, 2)
 
     def forward(
         self, x: Float[Tensor, "batch token dim"], at: At, step: int = 0, kv: Sequence[KeyValues] | None = None
@@ -213,14 +219,12 @@ def linear_cost(module: nn.Module) -> BlockCost:
     return BlockCost(linear=sum(2 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)))
 
 
-def _check_call(layer: int, block: nn.Module) -> None:
+def check_call(module: nn.Module, otherwise: str, num_arguments: int) -> None:
+    """Raises a ValueError, with what `otherwise` says, for a module that does not take so many arguments."""
     try:
-        inspect.signature(block.forward).bind(None, None)
+        inspect.signature(module.forward).bind(*[None] * num_arguments)
     except TypeError:
-        name = type(block).__name__
-        raise ValueError(
-            f"Block {layer} ({name}) must be callable as block(x, at). If it takes only x: rd.PlainBlock({name}(...))."
-        ) from None
+        raise ValueError(f"{type(module).__name__} takes other arguments: {otherwise}.") from None
 
 
 def _checked(out: object, x: Tensor, layer: int, block: nn.Module) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from beartype import beartype
+from torch import nn
 
 from recurrent_depth.blocks import Stack
 from recurrent_depth.core import RecurrentCore
@@ -80,7 +81,9 @@ def grt(
 
     Reference: Hegazy et al., 2026, arXiv 2608.15062.
     """
-    return assemble(layout, form(dim, num_heads), update(dim), vocab_size=vocab_size, context_length=context_length)
+    return assemble(
+        layout, form(dim, num_heads), _made(update, dim), vocab_size=vocab_size, context_length=context_length
+    )
 
 
 @beartype
@@ -116,6 +119,15 @@ def dense(
     """
     layout = Layout(0, require_whole("num_blocks", num_blocks, at_least=1), 1, 0)
     return assemble(layout, form(dim, num_heads), plain(dim), vocab_size=vocab_size, context_length=context_length)
+
+
+def _made(factory: UpdateFactory, dim: int) -> DepthUpdate:
+    if isinstance(factory, nn.Module):
+        raise ValueError(
+            f"update must make an update for a width, such as rd.gated or partial(rd.gated, bias=0.0); got a "
+            f"{type(factory).__name__}, which is made already."
+        )
+    return factory(dim)
 
 
 def assemble(

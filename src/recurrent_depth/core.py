@@ -5,61 +5,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from beartype import beartype
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from recurrent_depth.blocks import Stack
+from recurrent_depth.blocks import Stack, check_call
+from recurrent_depth.checks import check_anchor, check_like, check_positions, check_step, checked_padding
 from recurrent_depth.contracts import At, Call, KeyValues, Notes
 from recurrent_depth.depth import Depth, as_depth
-from recurrent_depth.rows import RowOrder, detach_first, map_changing, map_rows, map_rows_of_at, merge
+from recurrent_depth.rows import RowOrder, map_changing, map_rows, map_rows_of_at, merge
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.update import DepthState, DepthUpdate
+from recurrent_depth.update import DepthState, DepthUpdate, add_losses
 
 StepViews = Callable[[int], Sequence[KeyValues]]
 """Gives each step its view of a cache: one per block."""
-
-
-class Trajectory(NamedTuple):
-    """What a forward went through.
-
-    Attributes:
-        states: the state after each step if every step was asked for, else after the last one alone.
-        readout: makes an output of a state: logits for a model.
-        notes: what the blocks outside of the loop say.
-    """
-
-    states: tuple[DepthState, ...]
-    readout: Callable[[DepthState], Tensor]
-    notes: Notes
-
-    @property
-    def output(self) -> Float[Tensor, "batch token out"]:
-        """The output after the last step, computed anew at each access."""
-        return self.readout(self.states[-1])
-
-    def at(self, step: int) -> Float[Tensor, "batch token out"]:
-        """The output as if the loop had been left after step `step`, counted from 0; computed at each call.
-
-        Raises:
-            ValueError: if that step's state was not kept.
-        """
-        if not 0 <= step < len(self.states):
-            raise ValueError(
-                f"step must be in 0 to {len(self.states) - 1}, the states kept (see every_step); got {step}."
-            )
-        return self.readout(self.states[step])
-
-    @property
-    def losses(self) -> dict[str, Float[Tensor, ""]]:
-        """Auxiliary losses by name, of the loop and of the blocks outside of it; read it after the output.
-
-        Those behind the loop are of the output that was read last, and count once however often one is read.
-        """
-        return add_losses(self.states[-1].losses, self.notes.losses)
 
 
 class RecurrentCore(nn.Module):
@@ -71,16 +34,17 @@ class RecurrentCore(nn.Module):
         update: the depth update.
 
     Raises:
-        ValueError: if there is no block, or one cannot be called as `block(x, at)`.
+        ValueError: if there is no block, or one cannot be called as `block(x, at)`; of beartype, if `update` is none.
 
     Attributes:
         checkpointing: recompute each step in the backward pass, and keep one state per step instead of all
             activations. Off by default.
     """
 
+    @beartype
     def __init__(self, blocks: Iterable[nn.Module] | nn.Module, update: DepthUpdate):
         super().__init__()
-        self.stack = _stack_of(blocks) if isinstance(blocks, Iterable) else blocks
+        self.stack = _stack_of(blocks)
         self.update = update
         self.checkpointing = False
         self._take_step = take_step
@@ -108,11 +72,14 @@ class RecurrentCore(nn.Module):
             extra: further arguments for your blocks, which read them from `at.extra`.
 
         Raises:
-            ValueError: if `x` is not (batch, token, dim) or not of the update's width, `start` is not like `x`, there
-                is a cache but no positions, or the depth is not a whole number of at least 1, or not one for each row.
+            ValueError: if `x` is not (batch, token, dim) of floats or not of the update's width, `start` is not like
+                `x`, `mask` or `positions` have another shape, there is a cache but no positions, or the depth is not a
+                whole number of at least 1, or not one for each row.
         """
-        if x.ndim != 3:
-            raise ValueError(f"x must be (batch, token, dim), got shape {tuple(x.shape)}.")
+        check_anchor(x)
+        check_positions(positions, *x.shape[:2])
+        if mask is not None and mask.ndim != 3:
+            mask = checked_padding(mask, *x.shape[:2], cached=kv is not None)
         if kv is not None and positions is None:
             raise ValueError("A forward with a cache needs positions: how many came before?")
         depth = as_depth(num_steps, batch=x.shape[0])
@@ -138,10 +105,11 @@ class RecurrentCore(nn.Module):
         anchor learns through those that have them. With `depth.rows` a row that has taken its steps stays as it is,
         and costs nothing more.
         """
-        if call.start is not None and call.start.shape != anchor.shape:
-            raise ValueError(f"start must be {tuple(anchor.shape)} like the anchor, got {tuple(call.start.shape)}.")
         state = self.update.begin(anchor, call)
-        # A first state that is the anchor itself, which the context may hold too, would cost the compiler one more graph.
+        if call.start is not None:
+            check_like("start", call.start, anchor)
+            state = state._replace(h=call.start)
+        # A first state that is the anchor itself, which the context may hold too, would cost the compiler a graph more.
         state = state._replace(h=state.h.clone())
         if depth.rows is not None:
             yield from self._states_by_row(state, depth, at, kv)
@@ -154,19 +122,27 @@ class RecurrentCore(nn.Module):
                 state = self._step(before, at, step, kv)
             yield state
 
-    def _states_by_row(self, state: DepthState, depth: Depth, at: At, kv: StepViews | None) -> Iterator[DepthState]:
+    def _states_by_row(self, begun: DepthState, depth: Depth, at: At, kv: StepViews | None) -> Iterator[DepthState]:
         if kv is not None or at.extra:
             raise ValueError("A depth for each row goes neither with a cache nor with extra arguments.")
-        order = RowOrder(depth, device=state.h.device)
-        state, at = order.sort(state), order.sort_at(at)
+        order = RowOrder(depth, device=begun.h.device)
+        state, at = order.sort(begun), order.sort_at(at)
         for step in range(depth.num_steps):
-            active, frozen = order.active(step), order.frozen(step)
-            with torch.no_grad() if frozen == active else nullcontext():
-                before = map_rows(lambda leaf, n=active: leaf[:n], state)
-                after = self._step(before, map_rows_of_at(lambda leaf, n=active: leaf[:n], at), step, kv)
-            # Cut behind the step, not before it: the step after the last frozen one must not learn through that one.
-            state = merge(detach_first(after, frozen), state, active)
-            yield order.unsort(state)
+            # Frozen and learning rows take the step apart: what the frozen ones do keeps no activations and no losses.
+            frozen, active = order.frozen(step), order.active(step)
+            parts = [self._step_of(slice(0, frozen), state, at, step, kv, learns=False)] if frozen else []
+            if frozen < active:
+                parts.append(self._step_of(slice(frozen, active), state, at, step, kv, learns=True))
+            state = merge(parts, state)
+            yield order.unsort(state)._replace(context=begun.context)
+
+    def _step_of(
+        self, rows: slice, state: DepthState, at: At, step: int, kv: StepViews | None, *, learns: bool
+    ) -> DepthState:
+        part = map_rows(lambda leaf: leaf[rows], state)._replace(losses={})
+        with nullcontext() if learns else torch.no_grad():
+            before = part if learns else map_changing(Tensor.detach, part)
+            return self._step(before, map_rows_of_at(lambda leaf: leaf[rows], at), step, kv)
 
     def _step(self, state: DepthState, at: At, step: int, kv: StepViews | None) -> DepthState:
         take = partial(self._take, at, step, kv)
@@ -179,7 +155,8 @@ class RecurrentCore(nn.Module):
 
     def _take(self, at: At, step: int, kv: StepViews | None, state: DepthState) -> DepthState:
         views = None if kv is None else kv(step)
-        return self._take_step(self.update, state, StepBlocks(self.stack, at, step, views, Notes(state.memory)))
+        blocks = StepBlocks(self.stack, at, step, views, Notes(state.memory))
+        return self._take_step(self.update, state, blocks)
 
     def compile_step(self, **arguments: Any) -> None:
         """Compiles one step with `torch.compile(**arguments)`; it then serves every depth.
@@ -189,7 +166,10 @@ class RecurrentCore(nn.Module):
         self._take_step = torch.compile(take_step, **arguments)
 
 
-def _stack_of(blocks: Iterable[nn.Module]) -> Stack:
+def _stack_of(blocks: Iterable[nn.Module] | nn.Module) -> nn.Module:
+    if not isinstance(blocks, Iterable):
+        check_call(blocks, "a stack must be callable as stack(x, at, step, kv). Blocks are given as a list", 4)
+        return blocks
     stack = Stack(blocks)
     if len(stack.blocks) == 0:
         raise ValueError("blocks is empty, but a loop needs at least one block.")
@@ -198,11 +178,7 @@ def _stack_of(blocks: Iterable[nn.Module]) -> Stack:
 
 def take_step(update: DepthUpdate, state: DepthState, blocks: StepBlocks) -> DepthState:
     """One step of the loop: the update's, with what the blocks said folded into the state."""
-    state = update(state, blocks, blocks.step)
-    losses = add_losses(state.losses, blocks.notes.losses)
-    return state._replace(memory={**state.memory, **blocks.notes.after}, losses=losses)
-
-
-def add_losses(some: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sum by name; a name that stands in one alone is kept."""
-    return {**some, **{name: some[name] + loss if name in some else loss for name, loss in more.items()}}
+    after = update(state, blocks, blocks.step)
+    check_step(update, after, state)
+    losses = add_losses(after.losses, blocks.notes.losses)
+    return after._replace(memory={**after.memory, **blocks.notes.after}, losses=losses)

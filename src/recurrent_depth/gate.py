@@ -1,6 +1,7 @@
 """The depth gate: how much of each feature a step may write."""
 
 import abc
+import math
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import PartCost, Tree
+from recurrent_depth.numerics import at_least_float32
 
 
 class DepthGate(nn.Module, abc.ABC):
@@ -40,13 +42,15 @@ class WriteShare(nn.Module):
         noise: what is added to the logits, after the division; None for nothing.
 
     Raises:
-        ValueError: if `temperature` is not positive.
+        ValueError: if `temperature` is not positive, or it or `bias` not finite.
     """
 
     def __init__(self, dim: int, *, bias: float, temperature: float, noise: nn.Module | None):
         super().__init__()
-        if not temperature > 0:
-            raise ValueError(f"temperature of the gate must be above 0, got {temperature}.")
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature of the gate must be a finite number above 0, got {temperature}.")
+        if not math.isfinite(bias):
+            raise ValueError(f"bias of the gate must be a finite number, got {bias}.")
         self.linear = nn.Linear(dim, dim, bias=False)
         self.bias = nn.Parameter(torch.full((dim,), float(bias)))
         self.noise = noise if noise is not None else nn.Identity()
@@ -58,7 +62,7 @@ class WriteShare(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
         """The share that is written."""
-        logits = self.linear(F.silu(x)).float() + self.bias.float()
+        logits = at_least_float32(self.linear(F.silu(x))) + at_least_float32(self.bias)
         return torch.sigmoid(-self.noise(logits / self.temperature))
 
 

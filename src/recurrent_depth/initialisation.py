@@ -4,14 +4,17 @@ import math
 
 from torch import nn
 
+from recurrent_depth.blocks import ResidualProjection
 from recurrent_depth.model import RecurrentTransformer
 
 
 def initialise(model: RecurrentTransformer, *, std: float = 0.02, residual_std: float | None = None) -> None:
     """Gives every weight its start, as nanoGPT does, also for a model that comes from the meta device.
 
-    Matrices are drawn from N(0, std²), biases are 0, norms 1; parts with a start of their own, such as the bias of the
-    gate, set it themselves. The projections that end a residual branch are narrower.
+    Linear layers and embeddings are drawn from N(0, std²), their biases are 0, norms 1; each `ResidualProjection`,
+    which ends a residual branch, is narrower. A part with a start of its own, such as the bias of the gate, sets it in
+    `reset_parameters`, which is called after its children had theirs; without that method its own parameters stay as
+    they are.
 
     Args:
         model: the model, changed in place.
@@ -33,6 +36,6 @@ def initialise(model: RecurrentTransformer, *, std: float = 0.02, residual_std: 
         elif callable(getattr(module, "reset_parameters", None)):
             module.reset_parameters()
     narrow = std / math.sqrt(2 * model.layout.executed) if residual_std is None else residual_std
-    for name, weight in model.named_parameters():
-        if name.endswith(".out.weight"):
-            nn.init.normal_(weight, std=narrow)
+    for module in model.modules():
+        if isinstance(module, ResidualProjection):
+            nn.init.normal_(module.weight, std=narrow)

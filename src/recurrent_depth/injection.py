@@ -1,6 +1,7 @@
 """What the blocks see at each step: the state, and what reaches them of the anchor. And the noise on it."""
 
 import abc
+import math
 
 import torch
 from jaxtyping import Float
@@ -21,13 +22,13 @@ class GaussianNoise(nn.Module):
         in_evaluation: noise in evaluation mode too.
 
     Raises:
-        ValueError: if `std` is negative.
+        ValueError: if `std` is negative or not finite.
     """
 
     def __init__(self, std: float, *, per_token: bool = False, in_evaluation: bool = False):
         super().__init__()
-        if not std >= 0:
-            raise ValueError(f"std of the noise must be at least 0, got {std}.")
+        if not 0 <= std < math.inf:
+            raise ValueError(f"std of the noise must be a finite number of at least 0, got {std}.")
         self.std, self.per_token, self.in_evaluation = std, per_token, in_evaluation
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:

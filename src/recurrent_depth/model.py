@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from recurrent_depth.attention import causal_mask
 from recurrent_depth.blocks import Stack
+from recurrent_depth.checks import check_positions, checked_padding, checked_tokens
 from recurrent_depth.contracts import At, Call, ModelKeyValues, Notes
-from recurrent_depth.core import RecurrentCore, Trajectory, add_losses
+from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Depth, Layout, as_depth
-from recurrent_depth.update import DepthState
+from recurrent_depth.trajectory import Trajectory
+from recurrent_depth.update import DepthState, add_losses
 
 
 class RecurrentTransformer(nn.Module):
@@ -92,22 +94,22 @@ class RecurrentTransformer(nn.Module):
     ) -> Trajectory:
         """What `forward` goes through: the last state, or with `every_step` the state after each step."""
         tokens = checked_tokens(tokens, self.embed.token.num_embeddings)
-        mask = _checked_mask(mask, tokens, cached=kv is not None)
+        check_positions(positions, *tokens.shape)
+        mask = checked_padding(mask, *tokens.shape, cached=kv is not None)
         depth = self._depth(num_steps, batch=tokens.shape[0])
         at = _at(tokens, mask, positions, cached=kv is not None)
         embedding = self.embed(tokens, at.positions)
-        prelude = Notes()
-        anchor = self.prelude(embedding, at._replace(notes=prelude), kv=None if kv is None else kv.prelude)
+        said = Notes()
+        anchor = self.prelude(embedding, at._replace(notes=said), kv=None if kv is None else kv.prelude)
         call = Call(depth.num_steps, tokens, embedding, at.positions, mask, start)
         states = self.core.states(anchor, depth, call, at, None if kv is None else kv.core)
         kept = tuple(states) if every_step else tuple(deque(states, maxlen=1))
-        notes = Notes()
-        return Trajectory(kept, partial(self._output, at, kv, prelude, notes), notes)
+        return Trajectory(kept, depth.num_steps, partial(self._output, at, kv, said.losses, said), said)
 
-    def _output(self, at: At, kv: ModelKeyValues | None, prelude: Notes, notes: Notes, state: DepthState) -> Tensor:
+    def _output(self, at: At, kv: ModelKeyValues | None, before: dict, said: Notes, state: DepthState) -> Tensor:
         coda = Notes()
         logits = self.readout(self.core.update.read(state), at._replace(notes=coda), kv)
-        notes.losses = add_losses(prelude.losses, coda.losses)
+        said.losses = add_losses(before, coda.losses)
         return logits
 
     def readout(
@@ -131,45 +133,10 @@ class RecurrentTransformer(nn.Module):
         return depth
 
 
-def checked_tokens(tokens: object, vocab_size: int) -> Tensor:
-    """The tokens, in a dtype that an embedding takes.
-
-    Their values are looked at on CPU only, and not under torch.compile, where looking would cost a synchronisation.
-
-    Raises:
-        ValueError: if they are not (batch, token), empty, no integers, or outside of the vocabulary.
-    """
-    if not isinstance(tokens, Tensor):
-        raise ValueError(f"tokens must be a tensor (batch, token), got {type(tokens).__name__}.")
-    if tokens.ndim != 2 or tokens.numel() == 0:
-        raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise ValueError(f"tokens must be integers, got {tokens.dtype}.")
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-        low, high = (int(value) for value in tokens.aminmax())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"tokens must lie in 0 to {vocab_size - 1}, the vocabulary; got {low} to {high}.")
-    return tokens if tokens.dtype in (torch.int32, torch.int64) else tokens.long()
-
-
-def _checked_mask(mask: Tensor | None, tokens: Tensor, cached: bool) -> Tensor | None:
-    if mask is None:
-        return None
-    batch, num_tokens = tokens.shape
-    fits = mask.ndim == 2 and mask.shape[0] == batch
-    if not fits or mask.shape[1] < num_tokens or (mask.shape[1] > num_tokens and not cached):
-        raise ValueError(f"mask must be {(batch, num_tokens)} like tokens, got {tuple(mask.shape)}.")
-    if mask.is_floating_point():
-        raise ValueError(f"mask must be boolean or of integers, True at real tokens; got {mask.dtype}.")
-    return mask.bool()
-
-
 def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cached: bool) -> At:
     num_tokens = tokens.shape[1]
     if cached and positions is None and mask is None:
         raise ValueError("A forward with a cache needs positions or a mask over all keys: how many came before?")
-    if positions is not None and positions.shape not in (tokens.shape, (1, num_tokens)):
-        raise ValueError(f"positions must be {tuple(tokens.shape)} like tokens, got {tuple(positions.shape)}.")
     if mask is None:
         default = torch.arange(num_tokens, device=tokens.device)[None]
         return At(default if positions is None else positions)

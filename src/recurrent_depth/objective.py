@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
-from recurrent_depth.core import Trajectory
 from recurrent_depth.depth import Depth
 from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.trajectory import Trajectory
 
 Objective = Callable[[Trajectory, Tensor, Tensor | None], Tensor]
 """Makes a loss of a trajectory, the tokens and the padding mask."""
@@ -39,7 +40,9 @@ def next_token_loss(
     if mask is not None:
         targets = targets.masked_fill(~(mask[:, :-1].bool() & mask[:, 1:].bool()), IGNORED)
     targets = F.pad(targets, (0, 1), value=IGNORED)
-    total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(
+        at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 

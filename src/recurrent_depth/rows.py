@@ -1,6 +1,7 @@
 """A depth for each row: rows are sorted once, deepest first, so that the rows still at work are a prefix."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from recurrent_depth.contracts import At
 from recurrent_depth.depth import Depth
 from recurrent_depth.trees import map_tensors
-from recurrent_depth.update import DepthState
+from recurrent_depth.update import DepthState, add_losses
 
 
 class RowOrder:
@@ -35,31 +36,23 @@ class RowOrder:
         return map_rows(lambda leaf: leaf[self.order], state)
 
     def unsort(self, state: DepthState) -> DepthState:
-        """The state with its rows as the caller gave them."""
-        return map_rows(lambda leaf: leaf[self.back], state)
+        """What changes from step to step, with its rows as the caller gave them."""
+        return map_changing(lambda leaf: leaf[self.back], state)
 
     def sort_at(self, at: At) -> At:
         """`at` with its rows in this order."""
         return map_rows_of_at(lambda leaf: leaf[self.order], at)
 
 
-def merge(after: DepthState, before: DepthState, active: int) -> DepthState:
-    """The rows that took the step, and behind them those that had left; the context is that of all rows."""
-    num_rows = before.h.shape[0]
-    if active == num_rows:
-        return after._replace(context=before.context)
+def merge(parts: Sequence[DepthState], before: DepthState) -> DepthState:
+    """The rows that took the step, part by part, and behind them those that had left; losses add up."""
+    num_rows, active = before.h.shape[0], sum(part.h.shape[0] for part in parts)
     # A block may remember for the first time when rows have left: they get a blank, which nobody reads.
-    new = {layer: memory for layer, memory in after.memory.items() if layer not in before.memory}
+    new = {layer: memory for layer, memory in parts[0].memory.items() if layer not in before.memory}
     blank = map_tensors(lambda leaf: leaf.new_zeros(num_rows, *leaf.shape[1:]), new)
     before = before._replace(memory={**before.memory, **blank})
-    return map_changing(lambda new, old: torch.cat([new, old[active:]]), after, before)._replace(context=before.context)
-
-
-def detach_first(state: DepthState, count: int) -> DepthState:
-    """The state with its first `count` rows cut from the graph; the context learns through every step that does."""
-    if count == state.h.shape[0]:
-        return map_changing(Tensor.detach, state)
-    return map_changing(lambda leaf: torch.cat([leaf[:count].detach(), leaf[count:]]), state) if count else state
+    merged = map_changing(lambda old, *new: torch.cat([*new, old[active:]]), before, *parts)
+    return merged._replace(losses=reduce(add_losses, [part.losses for part in parts], before.losses))
 
 
 def map_changing(change: Callable[..., Tensor], state: DepthState, *others: DepthState) -> DepthState:

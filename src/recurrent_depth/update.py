@@ -1,6 +1,7 @@
 """Depth updates: how a step's result is written back into the state."""
 
 import abc
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from recurrent_depth.contracts import Call, Tree, UpdateCost
 from recurrent_depth.gate import DepthGate
 from recurrent_depth.injection import Injection
+from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
 
 
@@ -36,7 +38,12 @@ class DepthState(NamedTuple):
 
 def initial_state(h: Float[Tensor, "batch token dim"], context: Tree = (), carry: Tree = ()) -> DepthState:
     """The state before the first step, with the defaults of all that an update does not use."""
-    return DepthState(h, h.new_ones(h.shape[:2], dtype=torch.float32), context, carry)
+    return DepthState(h, at_least_float32(h.new_ones(h.shape[:2])), context, carry)
+
+
+def add_losses(some: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sum by name; a name that stands in one alone is kept."""
+    return {**some, **{name: some[name] + loss if name in some else loss for name, loss in more.items()}}
 
 
 class DepthUpdate(nn.Module, abc.ABC):
@@ -48,7 +55,10 @@ class DepthUpdate(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
-        """The state before the first step, and everything that no step changes. Always differentiated."""
+        """The state before the first step, and everything that no step changes. Always differentiated.
+
+        A caller's own initial state then takes the place of `h`.
+        """
 
     @abc.abstractmethod
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
@@ -77,9 +87,8 @@ class ReplaceState(DepthUpdate):
         self.start = start if start is not None else nn.Identity()
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
-        """The anchor, or the caller's `start`."""
-        h = self.start(anchor) if call.start is None else call.start
-        return initial_state(h, context=self.inject.begin(anchor, call))
+        """The start that is made of the anchor."""
+        return initial_state(self.start(anchor), context=self.inject.begin(anchor, call))
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """The blocks' output."""
@@ -122,15 +131,15 @@ class GatedDepthUpdate(DepthUpdate):
         self.start = start if start is not None else nn.Identity()
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
-        """The anchor or the caller's `start`, and the anchor's halves of the injection and the gate."""
-        h = self.start(anchor) if call.start is None else call.start
-        return initial_state(h, context=GateContext(self.inject.begin(anchor, call), self.gate.begin(anchor)))
+        """The start that is made of the anchor, and the anchor's halves of the injection and the gate."""
+        context = GateContext(self.inject.begin(anchor, call), self.gate.begin(anchor))
+        return initial_state(self.start(anchor), context)
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """The gated blend of state and candidate."""
         candidate = blocks(self.inject(state.h, state.context.inject, step))
         write = self.gate(state.h, state.context.gate)
-        h = torch.lerp(state.h.float(), candidate.float(), write)
+        h = torch.lerp(at_least_float32(state.h), at_least_float32(candidate), write)
         return state._replace(h=h.to(state.h.dtype), write=write.mean(-1))
 
     def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:

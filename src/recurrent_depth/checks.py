@@ -1,0 +1,79 @@
+"""What callers can get wrong, checked once per forward, where they get it wrong."""
+
+import torch
+from torch import Tensor
+
+from recurrent_depth.update import DepthState
+
+
+def checked_tokens(tokens: object, vocab_size: int) -> Tensor:
+    """The tokens, in a dtype that an embedding takes.
+
+    Their values are looked at on CPU only, and not under torch.compile, where looking would cost a synchronisation.
+
+    Raises:
+        ValueError: if they are not (batch, token), empty, no integers, or outside of the vocabulary.
+    """
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens must be a tensor (batch, token), got {type(tokens).__name__}.")
+    if tokens.ndim != 2 or tokens.numel() == 0:
+        raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
+    if not _is_integer(tokens):
+        raise ValueError(f"tokens must be integers, got {tokens.dtype}.")
+    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (int(value) for value in tokens.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"tokens must lie in 0 to {vocab_size - 1}, the vocabulary; got {low} to {high}.")
+    return tokens if tokens.dtype in (torch.int32, torch.int64) else tokens.long()
+
+
+def checked_padding(mask: object, batch: int, num_tokens: int, *, cached: bool) -> Tensor | None:
+    """A padding mask (batch, key), as booleans; with a cache it covers earlier keys too.
+
+    Raises:
+        ValueError: if it has another shape or is of floats.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.is_floating_point():
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask must be boolean or of integers, True at real tokens; got {got}.")
+    fits = mask.ndim == 2 and mask.shape[0] == batch
+    if not fits or mask.shape[1] < num_tokens or (mask.shape[1] > num_tokens and not cached):
+        raise ValueError(f"mask must be {(batch, num_tokens)} like tokens, got {tuple(mask.shape)}.")
+    return mask.bool()
+
+
+def check_positions(positions: Tensor | None, batch: int, num_tokens: int) -> None:
+    """Raises a ValueError for positions that are no integers, or neither (batch, token) nor (1, token)."""
+    if positions is None:
+        return
+    if positions.shape not in ((batch, num_tokens), (1, num_tokens)) or not _is_integer(positions):
+        got = f"{tuple(positions.shape)} of {positions.dtype}"
+        raise ValueError(f"positions must be integers, {(batch, num_tokens)} or {(1, num_tokens)}, got {got}.")
+
+
+def check_anchor(x: Tensor) -> None:
+    """Raises a ValueError for a loop's input that is not (batch, token, dim) of floats."""
+    if x.ndim != 3 or not x.is_floating_point():
+        raise ValueError(f"x must be (batch, token, dim) of floats, got {tuple(x.shape)} of {x.dtype}.")
+
+
+def check_like(name: str, given: Tensor, wanted: Tensor) -> None:
+    """Raises a ValueError for a state that has not the shape and dtype of another."""
+    if given.shape != wanted.shape or given.dtype != wanted.dtype:
+        raise ValueError(
+            f"{name} must be {tuple(wanted.shape)} of {wanted.dtype} like the anchor, "
+            f"got {tuple(given.shape)} of {given.dtype}."
+        )
+
+
+def check_step(update: object, after: object, before: DepthState) -> None:
+    """Raises a ValueError for an update whose step gives no state, or one of another shape or dtype."""
+    if not isinstance(after, DepthState):
+        raise ValueError(f"{type(update).__name__} must return a DepthState from a step, got {type(after).__name__}.")
+    check_like(f"The state that {type(update).__name__} returns", after.h, before.h)
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
