@@ -211,13 +211,46 @@ def test_another_dtype_is_refused(saved: Path) -> None:
 def test_another_optimizer_is_refused_and_nothing_is_changed(saved: Path) -> None:
     model = tiny()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    one_group = torch.optim.AdamW(model.parameters())
+    groups = parameter_groups(model)
     few = torch.optim.AdamW([{"params": [model.norm.weight]}, {"params": [model.embed.token.weight]}])
-    foreign = torch.optim.AdamW(tiny().parameters())
-    for optimizer, said in ((one_group, "2 parameter groups"), (few, "does not hold"), (foreign, "the bare model")):
+    for optimizer, said in (
+        (torch.optim.AdamW(model.parameters()), "its number of groups is 2 there and 1 here"),
+        (few, "core.stack.* is in group 0 there and absent here"),
+        (torch.optim.AdamW(tiny().parameters()), "the bare model"),
+        (torch.optim.AdamW(groups[::-1]), "core.stack.* is in group 0 there and in group 1 here"),
+        (torch.optim.SGD(groups, momentum=0.9), "its class is AdamW there and SGD here"),
+    ):
+        settings, random = str(optimizer), torch.get_rng_state()
         with pytest.raises(ValueError, match=said):
             load_checkpoint(saved / "checkpoint-000600", model=model, optimizer=optimizer)
+        assert torch.get_rng_state().equal(random)
+        assert str(optimizer) == settings
+        assert not optimizer.state
     assert all(before[name].equal(tensor) for name, tensor in model.state_dict().items())
+
+
+def test_adamw_is_not_accepted_where_sgd_was_saved(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    path = save_checkpoint(tmp_path, 1, model=model, optimizer=torch.optim.SGD(model.parameters()), config={})
+    with pytest.raises(ValueError, match="its class is SGD there and AdamW here"):
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def test_the_random_numbers_are_set_last(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    optimizer = trained(model, steps=0)
+    load, before = optimizer.load_state_dict, torch.get_rng_state()
+
+    def drawing(state: dict) -> None:
+        assert torch.get_rng_state().equal(before)
+        torch.rand(1)  # as an optimizer might that sets itself up
+        load(state)
+
+    monkeypatch.setattr(optimizer, "load_state_dict", drawing)
+    load_checkpoint(saved / "checkpoint-000600", model=model, optimizer=optimizer)
+    after = torch.get_rng_state()
+    load_checkpoint(saved / "checkpoint-000600", model=model, optimizer=trained(model, steps=0))
+    assert torch.get_rng_state().equal(after)
 
 
 def test_only_tensors_and_json_can_be_saved(tmp_path: Path) -> None:

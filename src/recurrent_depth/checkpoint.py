@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from recurrent_depth.depth import require_whole
 from recurrent_depth.running_state import (
     by_rank,
-    group_settings,
     of_rank,
+    optimizer_outline,
     optimizer_state,
     optimizer_tensors,
     random_state,
     set_random_state,
 )
-from recurrent_depth.same_run import require_same_config, require_same_tensors
+from recurrent_depth.same_run import require_same_config, require_same_optimizer, require_same_tensors
 from recurrent_depth.sealed import read_sealed, remove_leftovers, sealed_folders, write_sealed
 
 
@@ -64,11 +64,12 @@ def save_checkpoint(
     step, keep = require_whole("step", step, at_least=0), require_whole("keep", keep, at_least=1)
     folder = Path(folder)
     target = folder / f"checkpoint-{step:06d}"
+    state = {"step": step, "config": dict(config), "optimizer": optimizer_outline(model, optimizer)}
     files = {
         "model.safetensors": _to_bytes(model.state_dict()),
         "optimizer.safetensors": _to_bytes(optimizer_tensors(model, optimizer)),
         "random.safetensors": _to_bytes(by_rank(random_states or [random_state()])),
-        "state.json": _to_json({"step": step, "config": dict(config), "groups": group_settings(optimizer)}),
+        "state.json": _to_json(state),
     }
     try:
         remove_leftovers(folder, "checkpoint-*")
@@ -132,21 +133,24 @@ def load_checkpoint(
         rank: whose random numbers are restored.
 
     Raises:
-        ValueError: if the checkpoint is damaged, or of another model, configuration or number of ranks; says what was
-            found, what was expected, and what to do.
+        ValueError: if the checkpoint is damaged, or of another model, optimizer, configuration or number of ranks; says
+            what was found, what was expected, and what to do.
     """
     path, files = Path(path), _read(Path(path))
     state, weights = json.loads(files["state.json"]), safetensors.torch.load(files["model.safetensors"])
     if config is not None:
         require_same_config(path, state["config"], json.loads(_to_json(config)))
     require_same_tensors(path, weights, model.state_dict())
-    if optimizer is not None:
+    if optimizer is None:
+        model.load_state_dict(weights)
+    else:
+        require_same_optimizer(path, state["optimizer"], optimizer_outline(model, optimizer))
         moments = safetensors.torch.load(files["optimizer.safetensors"])
-        resumed = optimizer_state(model, optimizer, state["groups"], moments)
+        resumed = optimizer_state(model, optimizer, state["optimizer"], moments)
         random = of_rank(safetensors.torch.load(files["random.safetensors"]), rank)
-        set_random_state(random)
+        model.load_state_dict(weights)
         optimizer.load_state_dict(resumed)
-    model.load_state_dict(weights)
+        set_random_state(random)
     return Checkpoint(path, state["step"], state["config"])
 
 

@@ -25,38 +25,38 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return tensors
 
 
-def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rate, weight decay and all else that a parameter group says, without the parameters."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+def optimizer_outline(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's class, and of each group the names of its parameters and all else that it says.
+
+    Raises:
+        ValueError: if the optimizer holds a parameter that is not the model's.
+    """
+    names = iter(_parameter_names(model, optimizer))
+    groups = [
+        {
+            "parameters": [next(names) for _ in group["params"]],
+            "settings": {key: value for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"class": type(optimizer).__name__, "groups": groups}
 
 
 def optimizer_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    settings: Sequence[Mapping[str, Any]],
-    tensors: Mapping[str, Tensor],
+    model: nn.Module, optimizer: torch.optim.Optimizer, outline: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes, from what the two functions above gave.
+    """What `optimizer.load_state_dict` takes, from what the two functions above gave of an optimizer of this outline.
 
-    Raises:
-        ValueError: if the optimizer has other groups or other parameters than the saved one.
+    Learning rate, weight decay and all else that the groups say are those that were saved.
     """
     numbers = {name: number for number, name in enumerate(_parameter_names(model, optimizer))}
-    if len(settings) != len(optimizer.param_groups):
-        raise ValueError(
-            f"{len(settings)} parameter groups were saved, but this optimizer has {len(optimizer.param_groups)}."
-        )
     state: dict[int, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, key = full_name.rsplit("/", 1)
-        if name not in numbers:
-            raise ValueError(
-                f"The optimizer's state of {name} was saved, but this optimizer does not hold that parameter."
-            )
         # A copy into torch's own memory: what safetensors gives lies within the file's bytes.
         state.setdefault(numbers[name], {})[key] = tensor.clone()
-    groups = optimizer.state_dict()["param_groups"]
-    return {"state": state, "param_groups": [{**group, **saved} for group, saved in zip(groups, settings, strict=True)]}
+    pairs = zip(optimizer.state_dict()["param_groups"], outline["groups"], strict=True)
+    return {"state": state, "param_groups": [{**group, **saved["settings"]} for group, saved in pairs]}
 
 
 def random_state() -> dict[str, Tensor]:

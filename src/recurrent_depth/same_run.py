@@ -35,8 +35,29 @@ def require_same_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapp
         )
 
 
+def require_same_optimizer(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Compares the class, the number of groups, and which group each parameter is in; not learning rates and the like.
+
+    Raises:
+        ValueError: naming what differs first, with what it is in the checkpoint and here.
+    """
+    names = _different(_outlined(found), _outlined(expected))
+    if names:
+        raise ValueError(
+            f"{path} is of another optimizer: {_told(names, _outlined(found), _outlined(expected))}. "
+            "Build the optimizer as it was when it was saved, with the same groups in the same order."
+        )
+
+
+def _outlined(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    groups = optimizer["groups"]
+    places = {name: f"in group {number}" for number, group in enumerate(groups) for name in group["parameters"]}
+    return {"its class": optimizer["class"], "its number of groups": len(groups), **places}
+
+
 def _different(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    return sorted(name for name in found.keys() | expected.keys() if found.get(name, ...) != expected.get(name, ...))
+    names = dict.fromkeys([*found, *expected])
+    return [name for name in names if found.get(name, ...) != expected.get(name, ...)]
 
 
 def _told(names: list[str], found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
