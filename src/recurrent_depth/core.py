@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from beartype import beartype
@@ -166,10 +166,10 @@ class RecurrentCore(nn.Module):
         self._take_step = torch.compile(take_step, **arguments)
 
 
-def _stack_of(blocks: Iterable[nn.Module] | nn.Module) -> nn.Module:
+def _stack_of(blocks: Iterable[nn.Module] | nn.Module) -> Stack:
     if not isinstance(blocks, Iterable):
         check_call(blocks, "a stack must be callable as stack(x, at, step, kv). Blocks are given as a list", 4)
-        return blocks
+        return cast(Stack, blocks)  # one that wraps a stack offers what a stack does
     stack = Stack(blocks)
     if len(stack.blocks) == 0:
         raise ValueError("blocks is empty, but a loop needs at least one block.")

@@ -29,7 +29,7 @@ class Form(abc.ABC):
         """A norm of the width, as before the head."""
 
     @abc.abstractmethod
-    def embedding(self, vocab_size: int, context_length: int) -> nn.Module:
+    def embedding(self, vocab_size: int, context_length: int) -> TokenEmbedding | PositionedEmbedding:
         """The embedding of the tokens."""
 
     @abc.abstractmethod
@@ -72,7 +72,7 @@ class GPT2Form(Form):
         """A LayerNorm."""
         return nn.LayerNorm(self.dim, bias=self.bias)
 
-    def embedding(self, vocab_size: int, context_length: int) -> nn.Module:
+    def embedding(self, vocab_size: int, context_length: int) -> TokenEmbedding | PositionedEmbedding:
         """Tokens and learned positions."""
         return PositionedEmbedding(vocab_size, self.dim, context_length)
 
@@ -130,7 +130,7 @@ class LlamaForm(Form):
         """An RMSNorm."""
         return RMSNorm(self.dim)
 
-    def embedding(self, vocab_size: int, context_length: int) -> nn.Module:
+    def embedding(self, vocab_size: int, context_length: int) -> TokenEmbedding | PositionedEmbedding:
         """Tokens alone: attention knows positions, and any length will do."""
         return TokenEmbedding(vocab_size, self.dim)
 

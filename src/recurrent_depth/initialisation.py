@@ -31,8 +31,9 @@ def initialise(model: RecurrentTransformer, *, std: float = 0.02, residual_std: 
     for module in reversed(list(model.modules())):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
         elif callable(getattr(module, "reset_parameters", None)):
             module.reset_parameters()
     narrow = std / math.sqrt(2 * model.layout.executed) if residual_std is None else residual_std

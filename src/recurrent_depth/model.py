@@ -16,6 +16,7 @@ from recurrent_depth.checks import check_positions, checked_padding, checked_tok
 from recurrent_depth.contracts import At, Call, ModelKeyValues, Notes
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Depth, Layout, as_depth
+from recurrent_depth.embedding import PositionedEmbedding, TokenEmbedding
 from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.update import DepthState, add_losses
 
@@ -37,7 +38,7 @@ class RecurrentTransformer(nn.Module):
 
     def __init__(
         self,
-        embed: nn.Module,
+        embed: TokenEmbedding | PositionedEmbedding,
         prelude: Stack,
         core: RecurrentCore,
         coda: Stack,

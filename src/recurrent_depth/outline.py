@@ -60,7 +60,7 @@ def outline(model: RecurrentTransformer | Outline) -> Outline:
     return Outline(
         layout=model.layout,
         prelude=model.prelude.cost(),
-        core=model.core.stack.cost(),  # pyright: ignore[reportCallIssue]
+        core=model.core.stack.cost(),
         coda=model.coda.cost(),
         update=model.core.update.cost,
         head=2 * parameters["embed.token.weight"].numel(),

@@ -86,6 +86,8 @@ def _return_notes(picked: Notes, notes: Notes, pick: Pick, at: At) -> None:
 
 
 def _scatter_memory(notes: Notes, layer: int, memory: Tree, pick: Pick, at: At) -> Tree:
+    if at.positions is None:
+        raise ValueError("at.positions is None, but a block that remembers needs them where tokens are picked.")
     num_tokens = at.positions.shape[1]
     blank = map_tensors(lambda leaf: leaf.new_zeros(leaf.shape[0], num_tokens, *leaf.shape[2:]), memory)
     whole = notes.after.get(layer, notes.before.get(layer, blank))
