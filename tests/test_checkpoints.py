@@ -186,6 +186,14 @@ def test_another_configuration_is_refused_by_the_names_that_differ(saved: Path) 
     assert "recipe.lr" not in str(error.value)
 
 
+def test_a_configuration_with_numbers_that_equal_nothing_is_still_the_same(tmp_path: Path) -> None:
+    model, config = torch.nn.Linear(1, 1), {"x": float("nan"), "list": [float("nan"), float("inf")]}
+    path = save_checkpoint(tmp_path, 1, model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)
+    load_checkpoint(path, model=model, config=config)
+    with pytest.raises(ValueError, match="x is nan there and 1 here"):
+        load_checkpoint(path, model=model, config={**config, "x": 1})
+
+
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -261,6 +269,14 @@ def test_only_tensors_and_json_can_be_saved(tmp_path: Path) -> None:
     optimizer.state[model.weight]["count"] = 3
     with pytest.raises(ValueError, match="keeps count of weight as 3"):
         save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, config={})
+    assert not list(tmp_path.iterdir())
+
+
+def test_tied_parameters_are_refused_by_their_names(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight are one tensor under two names"):
+        save_checkpoint(tmp_path, 1, model=model, optimizer=torch.optim.SGD(model.parameters()), config={})
     assert not list(tmp_path.iterdir())
 
 

@@ -59,7 +59,8 @@ def save_checkpoint(
 
     Raises:
         OSError: if the disk is full or refuses; earlier checkpoints stay as they are.
-        ValueError: if `step` or `keep` is no such number, or something is neither a tensor nor what JSON can hold.
+        ValueError: if `step` or `keep` is no such number, something is neither a tensor nor what JSON can hold, or two
+            names stand for one tensor (tied parameters).
     """
     step, keep = require_whole("step", step, at_least=0), require_whole("keep", keep, at_least=1)
     folder = Path(folder)
@@ -173,8 +174,20 @@ def _read(path: Path) -> dict[str, bytes]:
 
 
 def _to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    _require_untied(tensors)
     # To bytes first: a file that safetensors maps into memory would end in SIGBUS, not an error, on a full disk.
     return safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _require_untied(tensors: Mapping[str, Tensor]) -> None:
+    names: dict[tuple[torch.device, int], str] = {}
+    for name, tensor in tensors.items():
+        first = names.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
+        if first != name:
+            raise ValueError(
+                f"{first} and {name} are one tensor under two names, but a checkpoint stores each tensor once: "
+                "let the state dict hold tied parameters under one name, as a RecurrentTransformer's does."
+            )
 
 
 def _to_json(value: Mapping[str, Any]) -> bytes:

@@ -1,5 +1,6 @@
 """What must fit before a run goes on from a checkpoint, with messages that name what does not."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,12 @@ from torch import Tensor
 
 
 def require_same_config(path: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compares configurations, nested as they are.
+    """Compares configurations as JSON writes them, nested as they are: NaN equals NaN, and 1 is not 1.0.
 
     Raises:
         ValueError: naming each field that differs, with what it is in the checkpoint and here.
     """
-    names = _different(_flat(found), _flat(expected))
+    names = _different(_as_json(found), _as_json(expected))
     if names:
         raise ValueError(
             f"{path} was made with another configuration: {_told(names, _flat(found), _flat(expected))}. "
@@ -72,6 +73,10 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: config}
     inner = [_flat(value, f"{prefix}.{key}" if prefix else key) for key, value in config.items()]
     return {name: value for part in inner for name, value in part.items()}
+
+
+def _as_json(config: Any) -> dict[str, str]:
+    return {name: json.dumps(value, sort_keys=True) for name, value in _flat(config).items()}
 
 
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
