@@ -1,5 +1,6 @@
 """The arguments of `train.py`: their defaults are a small model for two CPU cores, or one of the paper's."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -61,6 +62,8 @@ class ModelArguments:
 
     def __post_init__(self) -> None:
         _require_above(0, self, "init_std")
+        _require_above(1, self, "context_length")
+        _require_finite(self, "init_std", "gate_bias")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class DepthArguments:
     def __post_init__(self) -> None:
         if self.mean_steps is not None and self.depth != "poisson":
             raise ValueError(f"mean_steps is {self.mean_steps}, but only --depth poisson has a mean to choose.")
+        if self.mean_steps is not None:
+            _require_above(0, self, "mean_steps")
+            _require_finite(self, "mean_steps")
+        if self.grad_steps is not None:
+            _require_above(0, self, "grad_steps")
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,8 @@ class RecipeArguments:
     """Peak learning rate of AdamW (betas 0.9 and 0.95)."""
     floor: float = 0.1
     """Where the cosine ends, as a share of the peak."""
-    warmup: int = 20
-    """Steps of linear warm-up."""
+    warmup: int | None = None
+    """Steps of linear warm-up. By default a tenth of all, at most 20, or 2000 as in the paper with --preset."""
     weight_decay: float = 0.1
     """On matrices only."""
     clip: float = 1.0
@@ -112,7 +120,14 @@ class RecipeArguments:
 
     def __post_init__(self) -> None:
         _require_above(0, self, "steps", "batch_size", "accumulation", "lr", "clip", "gate_lr_scale")
-        _require_above(-1, self, "warmup", "seed")
+        _require_above(-1, self, "seed")
+        _require_finite(self, "lr", "gate_lr_scale", "weight_decay")
+        if self.warmup is not None and not 0 <= self.warmup <= self.steps:
+            raise ValueError(f"warmup is {self.warmup}, but must be from 0 to steps, {self.steps}.")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor is {self.floor}, but must be a share of the learning rate, from 0 to 1.")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay is {self.weight_decay}, but must be at least 0.")
 
 
 @dataclass(frozen=True)
@@ -154,6 +169,13 @@ class Arguments:
                 f"{', '.join(changed)} cannot be given with --preset {self.preset}, which says it already."
             )
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warm-up, those asked for or the default."""
+        if self.recipe.warmup is not None:
+            return self.recipe.warmup
+        return min(20 if self.preset == "cpu" else 2_000, self.recipe.steps // 10)
+
 
 def _require_above(limit: int, arguments: object, *names: str) -> None:
     for name in names:
@@ -162,9 +184,15 @@ def _require_above(limit: int, arguments: object, *names: str) -> None:
             raise ValueError(f"{name} is {value}, but must be above {limit}.")
 
 
+def _require_finite(arguments: object, *names: str) -> None:
+    for name in names:
+        if not math.isfinite(getattr(arguments, name)):
+            raise ValueError(f"{name} is {getattr(arguments, name)}, but must be finite.")
+
+
 # 491,520 tokens per step: 8 windows of 1,024 tokens, 60 times.
 PAPER_RECIPE = RecipeArguments(
-    steps=20_000, batch_size=8, accumulation=60, lr=6e-4, floor=0.1, warmup=2_000, weight_decay=0.1, clip=1.0, bf16=True
+    steps=20_000, batch_size=8, accumulation=60, lr=6e-4, floor=0.1, weight_decay=0.1, clip=1.0, bf16=True
 )
 
 

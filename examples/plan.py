@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,19 @@ def load_corpus(arguments: Arguments) -> Corpus:
     return tokenize(documents, _tokenizer(wanted, documents, arguments.run.out))
 
 
+def require_writable(out: Path) -> None:
+    """Makes the folder of a run.
+
+    Raises:
+        ValueError: if that cannot be, or nothing can be written in it.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ValueError(f"out is {out}, but nothing can be written there ({error.strerror}).") from None
+
+
 def _token_file(wanted: DataArguments, path: Path, preset: str) -> Corpus:
     vocab_size = rd.presets.VOCAB_SIZE if wanted.vocab_size is None and preset != "cpu" else wanted.vocab_size
     if vocab_size is None:
@@ -105,7 +119,7 @@ def _job(name: str, arguments: Arguments, corpus: Corpus, windows: Tensor, num_p
         "model": model,
         "data": {"kind": corpus.kind, "checksum": corpus.checksum, "window": windows.shape[1]},
         "depth": asdict(arguments.depth),
-        "recipe": asdict(arguments.recipe),
+        "recipe": {**asdict(arguments.recipe), "warmup": arguments.warmup_steps},
         "num_processes": num_processes,
     }
     return Job(name, arguments.run.out / name, config, arguments, corpus, windows)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,6 @@ def main(arguments: Arguments) -> None:
     tokenizer = load_tokenizer(arguments.run, config)
     prompt = arguments.prompt.encode()
     tokens = [int(token) for token in tokenizer.encode("prompt", prompt)]
-    sys.stdout.buffer.write(prompt)
     written = sample(
         model,
         tokens,
@@ -125,8 +125,10 @@ def main(arguments: Arguments) -> None:
         top_k=arguments.top_k,
         seed=arguments.seed,
     )
+    first = next(written)  # so that errors and warnings come before the text
+    sys.stdout.buffer.write(prompt)
     waiting: list[int] = []
-    for token in written:
+    for token in chain([first], written):
         waiting.append(token)
         text = tokenizer.decode(waiting)
         if text.endswith(REPLACEMENT) and len(waiting) < 4:  # perhaps half a character: the next token tells

@@ -12,14 +12,14 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from arguments import parse
 from journal import Journal
-from plan import Job, plan
+from plan import Job, plan, require_writable
 from report import report
 from tqdm import tqdm
 from trainer import Trainer
@@ -80,8 +80,7 @@ def told_plainly() -> Iterator[None]:
 
 def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
     """Trains one model to the end, or until asked to stop; returns whether it is at the end."""
-    with told_plainly():
-        trainer = Trainer(job, accelerator)
+    trainer = Trainer(job, accelerator)
     steps, run, main = job.arguments.recipe.steps, job.arguments.run, accelerator.is_main_process
     if main:
         print(f"\n{job.name}: {_where(trainer, steps)}", flush=True)
@@ -90,6 +89,14 @@ def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
     job.folder.with_name("metrics.json").unlink(missing_ok=True)
     journal = Journal(job.folder, trainer.step, accelerator.process_index, run.tensorboard)
     bar = tqdm(initial=trainer.step, total=steps, desc=job.name, unit="step", disable=None if main else True)
+    with bar, closing(journal):
+        advance(trainer, journal, bar, stop)
+    return trainer.step == steps
+
+
+def advance(trainer: Trainer, journal: Journal, bar: tqdm, stop: StopRequest) -> None:
+    """Takes steps, looks, saves."""
+    steps, run, accelerator = trainer.job.arguments.recipe.steps, trainer.job.arguments.run, trainer.accelerator
     stopping = False
     while trainer.step < steps and not stopping:
         record = trainer.take_step()
@@ -100,15 +107,11 @@ def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
         if last or trainer.step % run.eval_every == 0:
             looked = trainer.look()
             journal.write(looked)
-            if main:
+            if accelerator.is_main_process:
                 tqdm.write(_in_words(record, looked))
         if last or stopping or trainer.step % run.save_every == 0:
             journal.sync()
-            with told_plainly():
-                trainer.save()
-    bar.close()
-    journal.close()
-    return trainer.step == steps
+            trainer.save()
 
 
 def _where(trainer: Trainer, steps: int) -> str:
@@ -142,18 +145,21 @@ def main() -> None:
         arguments = parse()
         accelerator = start_accelerator(arguments.recipe.bf16)
         jobs = plan(arguments, accelerator.num_processes)
+        require_writable(arguments.run.out)
     stop, main_process = StopRequest(), accelerator.is_main_process
     if main_process:
         introduce(jobs, accelerator.num_processes)
     for job in jobs:
-        finished = train(job, accelerator, stop)
+        with told_plainly():
+            finished = train(job, accelerator, stop)
         if not finished and main_process:
             print(f"Stopped; nothing is lost. To go on: python {shlex.join(sys.argv)}")
         if not finished:
             sys.exit(128 + (stop.signal or signal.SIGTERM))
     stop.forget()
     if main_process:
-        report(jobs, accelerator.device)
+        with told_plainly():
+            report(jobs, accelerator.device)
 
 
 if __name__ == "__main__":

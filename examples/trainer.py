@@ -1,5 +1,6 @@
 """One model in training: everything that a step changes, so that it can stop anywhere and go on as if it had not."""
 
+import math
 import time
 import warnings
 from contextlib import nullcontext
@@ -30,7 +31,7 @@ class Trainer:
     """A model, its optimizer and where they stand: at the newest checkpoint of the job, or at the beginning.
 
     Raises:
-        ValueError: if the checkpoints are damaged, or of a run with other arguments.
+        ValueError: if the checkpoints are damaged, or of a run with other arguments; more steps are others too.
     """
 
     def __init__(self, job: Job, accelerator: Accelerator):
@@ -43,7 +44,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
         torch.manual_seed(recipe.seed + 1 + accelerator.process_index)  # every process has noise of its own
         self.step = self._resume()
-        factor = warmup_cosine(recipe.steps, recipe.warmup, recipe.floor)
+        factor = warmup_cosine(recipe.steps, job.arguments.warmup_steps, recipe.floor)
         self.schedule = LambdaLR(self.optimizer, factor, last_epoch=self.step - 1)
         self.sampler = sampler(self.model, job.arguments.depth, recipe.seed)
         if job.arguments.depth.depth == "poisson":  # its tail is meant to go beyond full depth
@@ -57,20 +58,31 @@ class Trainer:
         found = latest_checkpoint(self.job.folder)
         if found is None:
             return 0
+        steps, before = self.job.arguments.recipe.steps, found.config.get("recipe", {}).get("steps")
+        if before not in (steps, None):  # None: no checkpoint of this script, which is told below
+            raise ValueError(
+                f"steps is {steps}, but the run in {self.job.folder} was begun with {before}, and the learning rate of "
+                f"each step depends on it: a run cannot be extended. Give --steps {before}, or another folder."
+            )
         rank = self.accelerator.process_index
         options = {"model": self.model, "optimizer": self.optimizer, "config": self.job.config, "rank": rank}
         return load_checkpoint(found.path, **options).step
 
     def take_step(self) -> dict[str, Any]:
-        """One optimizer step, at one depth for all of its forwards; returns what happened."""
+        """One optimizer step, at one depth for all of its forwards; returns what happened.
+
+        Raises:
+            ValueError: if the loss or its gradient is not finite; the weights are still those before the step.
+        """
         started, recipe, depth = time.perf_counter(), self.job.arguments.recipe, self.sampler(self.step)
         loss = torch.stack([self._accumulate(tokens, depth, last) for tokens, last in self._batches()]).sum()
         loss = float(self.accelerator.reduce(loss, "mean"))
-        if not loss < float("inf"):
-            raise ValueError(
-                f"The loss is {loss} at step {self.step + 1}: start anew in another folder, with a lower lr."
-            )
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
+        for name, value in (("loss", loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"The {name} is {value} at step {self.step + 1}: start anew in another folder, with a lower lr."
+                )
         [lr, *_] = self.schedule.get_last_lr()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -145,7 +146,8 @@ def test_a_finished_run_without_its_figures_measures_again(copy: Path, text: Pat
     "changes, named",
     [
         (["--lr", "0.1"], "recipe.lr is 0.003 there and 0.1 here"),
-        (["--steps", "9", "--bf16"], "recipe.bf16 is False there and True here, recipe.steps is 6 there and 9 here"),
+        (["--bf16", "--warmup", "3"], "recipe.bf16 is False there and True here, recipe.warmup is 2 there and 3 here"),
+        (["--steps", "9"], "was begun with 6, and the learning rate of each step depends on it: a run cannot be ext"),
         (["--layout", "0", "1", "5", "1"], "model.layout is [0, 1, 3, 1] there and [0, 1, 5, 1] here"),
         (["--gate-bias", "4"], "model.update.bias is -1.0 there and 4.0 here"),
         (["--depth", "fixed"], "depth.depth is uniform there and fixed here"),
@@ -318,6 +320,18 @@ def test_impossible_plans_are_refused(text: Path, tmp_path: Path, line: list[str
         (["--lr", "nan"], "lr is nan"),
         (["--save-every", "0"], "save_every is 0"),
         (["--mean-steps", "4"], "mean_steps is 4.0"),
+        (["--depth", "poisson", "--mean-steps", "0"], "mean_steps is 0.0, but must be above 0"),
+        (["--depth", "poisson", "--mean-steps", "inf"], "mean_steps is inf"),
+        (["--grad-steps", "0"], "grad_steps is 0, but must be above 0"),
+        (["--steps", "10", "--warmup", "11"], "warmup is 11, but must be from 0 to steps, 10"),
+        (["--warmup", "-1"], "warmup is -1"),
+        (["--floor", "1.5"], "floor is 1.5"),
+        (["--floor", "nan"], "floor is nan"),
+        (["--weight-decay", "-0.1"], "weight_decay is -0.1"),
+        (["--weight-decay", "inf"], "weight_decay is inf, but must be finite"),
+        (["--context-length", "1"], "context_length is 1, but must be above 1"),
+        (["--gate-bias", "nan"], "gate_bias is nan, but must be finite"),
+        (["--lr", "inf"], "lr is inf, but must be finite"),
         (["--preset", "grt_small", "--dim", "64"], "dim cannot be given with --preset grt_small"),
         (["--presett", "grt_small"], "presett"),
         (["--model", "transformer"], "transformer"),
@@ -331,6 +345,64 @@ def test_impossible_arguments_are_refused(capsys: pytest.CaptureFixture[str], li
     assert end.value.code == 2
     told = capsys.readouterr()
     assert said in " ".join((told.out + told.err).replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ([], 20),
+        (["--steps", "10"], 1),
+        (["--steps", "3"], 0),
+        (["--steps", "10", "--warmup", "7"], 7),
+        (["--preset", "grt_small"], 2_000),
+        (["--preset", "grt_small", "--steps", "100"], 10),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_warm_up_is_a_share_of_the_steps_unless_given(
+    text: Path, tmp_path: Path, line: list[str], expected: int
+) -> None:
+    arguments = parse([*line, "--data", str(text), "--out", str(tmp_path)])
+    assert arguments.warmup_steps == expected
+    if arguments.preset == "cpu":
+        assert plan(arguments, num_processes=1)[0].config["recipe"]["warmup"] == expected
+
+
+def ends_in_one_line(line: list[str], said: Path, expected: str) -> None:
+    code, told = run_train(line, said)
+    assert code == 1
+    assert "Traceback" not in told
+    assert [told_line for told_line in told.splitlines() if told_line][-1].startswith(f"error: {expected}"), told
+
+
+@pytest.mark.parametrize("within", ["file", "file/folder", "/proc/nowhere"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_said(
+    text: Path, tmp_path: Path, within: str
+) -> None:
+    (tmp_path / "file").touch()
+    line = [*TINY, "--data", str(text), "--out", str(tmp_path / within)]
+    ends_in_one_line(line, tmp_path / "said", f"out is {tmp_path / within}, but nothing can be written there")
+    assert (tmp_path / "said").read_text().count("\n") == 1
+
+
+def test_a_model_whose_folder_is_a_file_is_refused_plainly(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "dense").touch()
+    line = [*TINY, "--model", "dense", "--data", str(text), "--out", str(tmp_path)]
+    ends_in_one_line(line, tmp_path / "said", "[Errno")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--lr", "3e38", "--warmup", "0"], "The loss is nan at step 2: start anew in another folder"),
+        (["--init-std", "1e30"], "The norm of the gradient is nan at step 1"),
+    ],
+    ids=["loss", "gradient"],
+)
+def test_a_run_that_is_not_finite_ends_in_one_line(text: Path, tmp_path: Path, options: list[str], said: str) -> None:
+    line = [*TINY, "--model", "dense", *options, "--data", str(text), "--out", str(tmp_path)]
+    ends_in_one_line(line, tmp_path / "said", said)
+    assert not list(tmp_path.glob("dense/checkpoint-*"))
 
 
 def test_presets_take_the_paper_s_recipe(tmp_path: Path) -> None:
@@ -424,6 +496,15 @@ def test_a_bpe_writes_whole_characters(text: Path, tmp_path: Path, capfd) -> Non
 def test_impossible_samples_are_refused(finished, options, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         sampling.main(sampling.Arguments(run=finished[0] / "grt", **options))
+
+
+@pytest.mark.filterwarnings("error")
+def test_errors_and_warnings_come_before_the_prompt(finished, capfd) -> None:
+    for num_steps, kind in ((0, ValueError), (9, UserWarning)):
+        with pytest.raises(kind):
+            sampling.main(sampling.Arguments(run=finished[0] / "grt", num_steps=num_steps))
+        sys.stdout.flush()
+        assert capfd.readouterr().out == ""
 
 
 def test_a_folder_without_checkpoints_writes_nothing(tmp_path: Path) -> None:
