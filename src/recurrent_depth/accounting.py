@@ -93,7 +93,8 @@ def flops(
         counting: the convention.
 
     Raises:
-        ValueError: if `tokens` or `num_steps` is below 1, or `tokens` missing where no positions are learned.
+        ValueError: if `tokens` or `num_steps` is below 1, or `tokens` is beyond the learned positions, or missing where
+            none are learned.
     """
     return flops_breakdown(model, tokens, num_steps, counting=counting).total
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from beartype import beartype
@@ -44,7 +44,7 @@ class RecurrentCore(nn.Module):
     @beartype
     def __init__(self, blocks: Iterable[nn.Module] | nn.Module, update: DepthUpdate):
         super().__init__()
-        self.stack = _stack_of(blocks)
+        self.stack: Stack = _stack_of(blocks)  # or a module that wraps one, and offers what it does
         self.update = update
         self.checkpointing = False
         self._take_step = take_step
@@ -166,10 +166,10 @@ class RecurrentCore(nn.Module):
         self._take_step = torch.compile(take_step, **arguments)
 
 
-def _stack_of(blocks: Iterable[nn.Module] | nn.Module) -> Stack:
+def _stack_of(blocks: Iterable[nn.Module] | nn.Module) -> Any:
     if not isinstance(blocks, Iterable):
         check_call(blocks, "a stack must be callable as stack(x, at, step, kv). Blocks are given as a list", 4)
-        return cast(Stack, blocks)  # one that wraps a stack offers what a stack does
+        return blocks
     stack = Stack(blocks)
     if len(stack.blocks) == 0:
         raise ValueError("blocks is empty, but a loop needs at least one block.")
