@@ -6,7 +6,6 @@ from battery import close, gradients, lively, tiny
 from torch.testing import assert_close
 
 import recurrent_depth as rd
-from recurrent_depth.trees import map_tensors
 
 
 class RoutedUpdate(rd.DepthUpdate):
@@ -21,11 +20,11 @@ class RoutedUpdate(rd.DepthUpdate):
 
     def forward(self, state, blocks, step):
         pick = self.rule(state.h, step)
-        part = map_tensors(pick.gather, (state.h, state.write, state.context, state.carry))
+        part = rd.map_tensors(pick.gather, (state.h, state.write, state.context, state.carry))
         h, write, context, carry = part
         after = self.inner(state._replace(h=h, write=write, context=context, carry=carry), blocks.picked(pick), step)
-        back = map_tensors(pick.scatter, (state.h, state.write, state.carry), (after.h, after.write, after.carry))
-        return state._replace(h=back[0], write=back[1], carry=back[2])
+        back = rd.map_tensors(pick.scatter, (state.h, state.write, state.carry), (after.h, after.write, after.carry))
+        return state._replace(h=back[0], write=back[1], carry=back[2], losses=after.losses)
 
     def read(self, state):
         return self.inner.read(state)

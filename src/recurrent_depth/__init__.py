@@ -2,20 +2,7 @@
 
 from recurrent_depth import accounting, presets
 from recurrent_depth.attention import Attention, NoRotary, Rotary, causal_mask
-from recurrent_depth.blocks import (
-    MLP,
-    Block,
-    BranchSandwich,
-    PlainBlock,
-    PostNorm,
-    PreNorm,
-    Residual,
-    ResidualProjection,
-    ResidualSandwich,
-    Stack,
-    SwiGLU,
-    TransformerBlock,
-)
+from recurrent_depth.blocks import MLP, Block, PlainBlock, Stack, SwiGLU, TransformerBlock
 from recurrent_depth.builders import assemble, dense, gated, grt, naive, plain
 from recurrent_depth.contracts import (
     At,
@@ -38,6 +25,14 @@ from recurrent_depth.initialisation import initialise
 from recurrent_depth.injection import AddAnchor, ConcatProjection, GaussianNoise, Injection, KeepState
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.objective import WithObjective, last_step_loss, next_token_loss
+from recurrent_depth.residual import (
+    BranchSandwich,
+    PostNorm,
+    PreNorm,
+    Residual,
+    ResidualProjection,
+    ResidualSandwich,
+)
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
 from recurrent_depth.search import search_layouts
 from recurrent_depth.step import StepBlocks

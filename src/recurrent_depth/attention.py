@@ -6,9 +6,9 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from recurrent_depth.blocks import ResidualProjection
 from recurrent_depth.contracts import At, BlockCost
 from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.residual import ResidualProjection
 
 
 class Rotary(nn.Module):

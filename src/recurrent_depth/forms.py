@@ -8,10 +8,11 @@ from functools import partial
 from torch import nn
 
 from recurrent_depth.attention import Attention, Rotary, check_heads
-from recurrent_depth.blocks import MLP, Block, PreNorm, Residual, SwiGLU, TransformerBlock
+from recurrent_depth.blocks import MLP, Block, SwiGLU, TransformerBlock
 from recurrent_depth.depth import require_whole
 from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
 from recurrent_depth.norms import RMSNorm
+from recurrent_depth.residual import PreNorm, Residual
 
 Arrangement = Callable[[Callable[[], nn.Module]], Residual]
 """Makes a residual connection from a maker of norms: `PreNorm`, `PostNorm`, `ResidualSandwich`, `BranchSandwich`."""

@@ -4,8 +4,8 @@ import math
 
 from torch import nn
 
-from recurrent_depth.blocks import ResidualProjection
 from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.residual import ResidualProjection
 
 
 def initialise(model: RecurrentTransformer, *, std: float = 0.02, residual_std: float | None = None) -> None:
