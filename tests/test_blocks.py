@@ -71,6 +71,16 @@ def test_attention_is_the_softmax_of_scaled_products(width, num_kv_heads, bias, 
     assert_close(attention(x, at), attend(attention, x, at), **close)
 
 
+@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=3), st.integers(1, 6))
+def test_a_query_looks_at_real_tokens_up_to_itself_and_always_at_itself(padding, num_queries):
+    mask = rd.causal_mask(torch.tensor(padding), num_queries)
+    for row, real in enumerate(padding):
+        for query in range(num_queries):
+            itself = 6 - num_queries + query
+            expected = [key == itself or (key < itself and real[key]) for key in range(6)]
+            assert mask[row, query].tolist() == expected
+
+
 def test_attention_without_a_direction_leaves_out_padding_alone():
     attention = rd.Attention(8, 2, causal=False)
     x, mask = torch.randn(1, 4, 8), torch.tensor([[True, False, True, True]])

@@ -55,6 +55,18 @@ def test_a_gate_at_seven_still_writes_and_learns(dtype):
     assert update.gate.state.weight.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("logit", [7.0, 30.0, 80.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_share_is_exact_however_closed_the_gate_is(dtype, logit):
+    # 1 - sigmoid(30) is 0 in float32 too.
+    gate = rd.AnchoredGate(16, bias=logit).to(dtype)
+    nn.init.zeros_(gate.write.linear.weight)
+    h = torch.randn(2, 3, 16, dtype=dtype)
+    share = gate(h, gate.begin(h))
+    assert share.dtype == torch.float32
+    assert_close(share.double(), torch.full((2, 3, 16), -logit, dtype=torch.float64).exp(), atol=0, rtol=2e-3)
+
+
 @pytest.mark.parametrize("bias", [4.0, 0.0])
 def test_a_bfloat16_model_stays_finite_and_keeps_learning(bias):
     model = tiny(update=partial(rd.gated, bias=bias)).to(torch.bfloat16)

@@ -40,15 +40,15 @@ def drawn(monkeypatch) -> list[torch.Tensor]:
 
 
 @either_reading
+@pytest.mark.parametrize("dtype, accuracy", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @few
 @given(recipes(), tokens())
-def test_it_is_the_function_of_the_paper(update, recipe, x):
-    model = recipe.model(partial(rd.grt, update=update))
+def test_it_is_the_function_of_the_paper(update, dtype, accuracy, recipe, x):
+    model = recipe._replace(dtype=dtype).model(partial(rd.grt, update=update))
     logits, states, _ = transcribe(model, x)
     trajectory = model.trajectory(x, every_step=True)
-    assert_close(trajectory.output, logits, atol=1e-5 * logits.abs().max().item(), rtol=1e-5)
-    for ours, theirs in zip(trajectory.states, states, strict=True):
-        assert_close(ours.h, theirs, atol=1e-5 * theirs.abs().max().item(), rtol=1e-5)
+    for ours, theirs in [(trajectory.output, logits), *zip((s.h for s in trajectory.states), states, strict=True)]:
+        assert_close(ours, theirs, atol=accuracy * theirs.abs().max().item(), rtol=accuracy)
 
 
 @either_reading
