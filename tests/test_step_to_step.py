@@ -166,28 +166,5 @@ def test_outside_of_a_loop_a_block_that_remembers_or_adds_losses_runs_alone():
     assert Balanced()(X, rd.At()).shape == X.shape
 
 
-@few
-@given(rows, st.none() | st.integers(1, 3), seeds)
-def test_by_row_auxiliary_losses_learn_in_the_steps_that_learn(rows, grad_steps, seed):
-    torch.manual_seed(seed)
-    core = rd.RecurrentCore([Balanced()], Recorded())
-    learn(auxiliary_loss(core, X, rd.Depth(max(rows), grad_steps, tuple(rows))))
-    together = gradients(core)
-    for row, num_steps in enumerate(rows):
-        learn(auxiliary_loss(core, X[row : row + 1], rd.Depth(num_steps, grad_steps)))
-    for name, gradient in gradients(core).items():
-        assert_close(together[name], gradient, atol=1e-3, rtol=1e-3)
-
-
-def auxiliary_loss(core: rd.RecurrentCore, x: torch.Tensor, depth: rd.Depth) -> torch.Tensor:
-    at = rd.At(torch.arange(x.shape[1])[None])
-    return list(core.states(x, depth, rd.Call(depth.num_steps), at))[-1].losses["balance"]
-
-
-def learn(loss: torch.Tensor) -> None:
-    if loss.requires_grad:  # a block's loss on what no block has changed yet teaches nothing
-        loss.backward()
-
-
 def zero_if_none(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.zeros_like(X) if gradient is None else gradient
