@@ -202,7 +202,7 @@ def test_another_process_draws_the_same():
         PoissonLogNormalDepth(0.5, grad_steps=None, sigma=0.0),
         RampedDepth(partial(PoissonLogNormalDepth, grad_steps=3), 9, 1),
     ],
-    ids=repr,
+    ids=lambda sampler: type(sampler).__name__,
 )
 def test_draws_average_what_is_expected(sampler):
     drawn = [sampler(draw) for draw in range(1, 8001)]
@@ -312,7 +312,11 @@ def test_a_ramp_draws_what_its_sampler_would(draw):
     assert sampler.expected(draw).num_steps == mean + 1
 
 
-@pytest.mark.parametrize("make", [UniformDepth(8), FixedDepth(8), int, lambda num_steps: Depth(num_steps)], ids=repr)
+@pytest.mark.parametrize(
+    "make",
+    [UniformDepth(8), FixedDepth(8), int, lambda num_steps: Depth(num_steps)],
+    ids=["uniform", "fixed", "int", "depth"],
+)
 def test_a_curriculum_refuses_what_makes_no_sampler(make):
     with pytest.raises(ValueError, match="must make a sampler of a whole number"):
         RampedDepth(make, max_depth=8, num_draws=10)

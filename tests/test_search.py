@@ -110,7 +110,7 @@ def test_without_a_bound_the_steps_go_as_far_as_the_match_allows():
         (presets.gpt2_medium, num_parameters, 4, Layout(2, 20, 4, 2)),
         (presets.gpt2_large, num_parameters, 6, Layout(3, 30, 6, 3)),
     ],
-    ids=lambda part: getattr(part, "__name__", str(part)),
+    ids=lambda part: "paper" if isinstance(part, partial) else getattr(part, "__name__", str(part)),
 )
 def test_the_papers_own_layouts_are_found(preset, match, max_steps, layout):
     least = {"min_prelude": layout.prelude, "min_coda": layout.coda}  # for speed, under the tests' type checks
