@@ -77,6 +77,20 @@ def test_names_are_those_of_the_golden_list_whatever_the_number_of_steps(build, 
     assert sorted(name for name, _ in model.named_parameters()) == golden
 
 
+@few
+@given(st.builds(rd.Layout, st.integers(0, 3), st.integers(1, 3), st.integers(1, 9), st.integers(0, 3)))
+def test_a_model_has_the_layout_that_it_was_built_with(layout):
+    for build in (rd.grt, rd.naive):
+        model = tiny(build, layout)
+        assert model.layout == layout
+        assert [len(stack.blocks) for stack in (model.prelude, model.core.stack, model.coda)] == [
+            layout.prelude,
+            layout.core,
+            layout.coda,
+        ]
+    assert tiny(lambda layout, **sizes: rd.dense(5, **sizes)).layout == rd.Layout(0, 5, 1, 0)
+
+
 @every_method
 def test_no_storage_has_two_names(build):
     state = tiny(build).state_dict()
