@@ -86,7 +86,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def rotated(x: Tensor, position: int, base: float = 10000.0) -> Tensor:
-    """Each pair (i, i + size / 2) of the features of all heads (head, size) turned by `position * base^(-2i / size)`."""
+    """Each pair (i, i + size / 2) of features of each head (head, size), turned by `position * base^(-2i / size)`."""
     size, out = x.shape[-1], x.clone()
     for i in range(size // 2):
         angle = position * base ** (-2 * i / size)
