@@ -1,0 +1,180 @@
+"""Leaving the loop early: the interface, the law of leaving, and the rules that look at no convergence."""
+
+import abc
+import math
+import numbers
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from recurrent_depth.contracts import Tree
+from recurrent_depth.depth import require_whole
+from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.update import DepthState
+
+Hazard = Float[Tensor, "batch token"]
+"""The chance of each token to leave after a step, given that it is still there; float32 or finer."""
+
+Readout = Callable[[DepthState], Float[Tensor, "batch token vocab"]]
+"""Makes the next-token logits of a state; runs coda, final norm and head for every token that it is given."""
+
+
+class ExitRule(nn.Module, abc.ABC):
+    """Decides after each step whether a token has been thought about enough.
+
+    Attributes:
+        quantile: a token leaves after the first step at which its chance to have left reaches this. For rules whose
+            hazards are 0 or 1 every value in (0, 1] says the same.
+    """
+
+    quantile: float = 0.5
+
+    @abc.abstractmethod
+    def hazard(self, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
+        """What the rule carries to the next step, and the chance to leave after this one, given not having left.
+
+        Args:
+            carry: what the rule carried here; None at the first step. Its leaves lead with (batch, token), so that the
+                caller can gather the rows that stay.
+            state: the state after this step.
+            readout: makes the logits of a state, at the price of coda and head for every token.
+            step: the number of this step, from 0.
+        """
+
+
+def leaving(survival: Hazard, hazard: Hazard, quantile: float) -> tuple[Hazard, Bool[Tensor, "batch token"]]:
+    """The chance not to have left after this step, and whether the chance to have left reaches `quantile`.
+
+    Args:
+        survival: the chance not to have left before this step; ones before the first.
+        hazard: the chance to leave after this step, given not having left.
+        quantile: above 0 and at most 1; `ExitRule.quantile`.
+
+    Reference: "Q-exit" of Ouro, Zhu et al., 2025, arXiv 2510.25741.
+    """
+    survival = survival * (1 - hazard)
+    # The second half is for quantiles that round to 0 in float32: a hazard of 0 never lets a token go.
+    return survival, (1 - survival >= quantile) & (survival < 1)
+
+
+def exit_law(hazards: Float[Tensor, "step batch token"]) -> Float[Tensor, "step batch token"]:
+    """The chance of each token to leave after each step: `p_t = lambda_t * prod_{j<t} (1 - lambda_j)`, in float32.
+
+    The last hazard is taken as 1, whatever it is: who has not left by then leaves there. So the chances of hazards
+    between 0 and 1 sum to 1 by construction, and none is negative. Differentiable in all hazards but the last.
+
+    Raises:
+        ValueError: if there is no step.
+
+    Reference: Ouro, Zhu et al., 2025, arXiv 2510.25741.
+    """
+    if hazards.shape[0] == 0:
+        raise ValueError(f"hazards must hold at least one step, got shape {tuple(hazards.shape)}.")
+    hazards = at_least_float32(hazards)
+    survival, law = torch.ones_like(hazards[0]), []
+    for hazard in hazards[:-1]:
+        law.append(hazard * survival)
+        survival = survival * (1 - hazard)
+    return torch.stack([*law, survival])
+
+
+class ExitAfter(ExitRule):
+    """Every token leaves after `num_steps` steps.
+
+    What it costs: nothing.
+
+    Raises:
+        ValueError: if `num_steps` is below 1.
+    """
+
+    def __init__(self, num_steps: int):
+        super().__init__()
+        self.num_steps = require_whole("num_steps", num_steps, at_least=1)
+
+    def hazard(self, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
+        return carry, at_least_float32(torch.full_like(state.write, float(step + 1 >= self.num_steps)))
+
+
+class AtLeast(ExitRule):
+    """Another rule, of which no token leaves before it has taken `num_steps` steps.
+
+    The rule sees the earlier steps too, so that it knows what to compare with, or how long a token has been stable.
+
+    What it costs: what the rule costs, at the early steps too.
+
+    Raises:
+        ValueError: if `num_steps` is below 1.
+    """
+
+    def __init__(self, num_steps: int, rule: ExitRule):
+        super().__init__()
+        self.num_steps = require_whole("num_steps", num_steps, at_least=1)
+        self.rule = rule
+        self.quantile = rule.quantile
+
+    def hazard(self, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
+        carry, hazard = self.rule.hazard(carry, state, readout, step)
+        return carry, hazard if step + 1 >= self.num_steps else torch.zeros_like(hazard)
+
+
+class LearnedExit(ExitRule):
+    """A linear unit on the state says how likely a token is to leave: `lambda_t = sigmoid(w . h_t + b)`.
+
+    Product and sigmoid are float32 whatever the dtype of the model. A token leaves after the first step at which
+    `1 - prod_{j<=t} (1 - lambda_j)` reaches `quantile`: the lower, the earlier.
+
+    As it starts it is about as likely as not to leave after each step, so that a token takes one step or two, and a
+    training that follows its choices may never see more. A bias of -3 starts deep: by the default quantile a token
+    leaves after 15 steps.
+
+    What it costs: `2 * dim` FLOPs per token and step, which the accountant leaves out. No coda and no head.
+
+    Args:
+        dim: the width.
+        quantile: the chance to have left at which a token leaves.
+        bias: where `b` starts; a parameter of this module rather than of the linear layer, so that a host's rule for
+            linear layers cannot reset it to zero.
+        norm: what is applied to the state before; nothing by default. The source reads the state behind the final norm.
+
+    Raises:
+        ValueError: if `dim` is below 1, `quantile` not above 0 and at most 1, or `bias` no finite number.
+
+    Reference: Ouro, Zhu et al., 2025, arXiv 2510.25741.
+    """
+
+    def __init__(
+        self, dim: int, *, quantile: float | int = 0.5, bias: float | int = 0.0, norm: nn.Module | None = None
+    ):
+        super().__init__()
+        self.quantile = require_number("quantile", quantile, above=0, at_most=1)
+        self.initial_bias = require_number("bias", bias)
+        self.linear = nn.Linear(require_whole("dim", dim, at_least=1), 1, bias=False)
+        self.bias = nn.Parameter(torch.full((1,), self.initial_bias))
+        self.norm = norm if norm is not None else nn.Identity()
+
+    def reset_parameters(self) -> None:
+        """Sets the bias to where it starts."""
+        nn.init.constant_(self.bias, self.initial_bias)
+
+    def hazard(self, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
+        # A sum of products, since autocast would make a matrix product of them, in bfloat16.
+        products = at_least_float32(self.norm(state.h)) * at_least_float32(self.linear.weight)
+        return carry, torch.sigmoid(products.sum(-1) + at_least_float32(self.bias))
+
+
+def require_number(
+    name: str, value: object, *, above: float | int = -math.inf, at_most: float | int = math.inf
+) -> float:
+    """Returns `value` as a float.
+
+    Raises:
+        ValueError: if it is no finite number (a bool is none) or out of bounds; names argument, value and bounds.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = float(value)
+        if math.isfinite(number) and above < number <= at_most:
+            return number
+    bounds = [f"{word} {bound:g}" for word, bound in (("above", above), ("at most", at_most)) if math.isfinite(bound)]
+    raise ValueError(f"{name} is {value!r}, but must be a finite number {' and '.join(bounds)}".rstrip() + ".")
