@@ -4,6 +4,7 @@ from recurrent_depth import accounting, presets
 from recurrent_depth.attention import Attention, NoRotary, Rotary, causal_mask
 from recurrent_depth.blocks import MLP, Block, PlainBlock, Stack, SwiGLU, TransformerBlock
 from recurrent_depth.builders import assemble, dense, gated, grt, naive, plain
+from recurrent_depth.cache import DepthCache
 from recurrent_depth.contracts import (
     At,
     BlockCost,
@@ -17,12 +18,23 @@ from recurrent_depth.contracts import (
 )
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
+from recurrent_depth.decoding import extend
 from recurrent_depth.depth import Depth, Layout
 from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
 from recurrent_depth.forms import Form, GPT2Form, LlamaForm
 from recurrent_depth.gate import AnchoredGate, DepthGate, JointNormGate, WriteShare
 from recurrent_depth.initialisation import initialise
 from recurrent_depth.injection import AddAnchor, ConcatProjection, GaussianNoise, Injection, KeepState
+from recurrent_depth.kv_policy import (
+    KeepAll,
+    KeepBlend,
+    KeepCyclic,
+    KeepFirst,
+    KeepLast,
+    KeepMean,
+    KeysValues,
+    KVStepPolicy,
+)
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.objective import WithObjective, last_step_loss, next_token_loss
 from recurrent_depth.residual import (
@@ -52,6 +64,7 @@ __all__ = [
     "Call",
     "ConcatProjection",
     "Depth",
+    "DepthCache",
     "DepthGate",
     "DepthSampler",
     "DepthState",
@@ -65,8 +78,16 @@ __all__ = [
     "Head",
     "Injection",
     "JointNormGate",
+    "KVStepPolicy",
+    "KeepAll",
+    "KeepBlend",
+    "KeepCyclic",
+    "KeepFirst",
+    "KeepLast",
+    "KeepMean",
     "KeepState",
     "KeyValues",
+    "KeysValues",
     "Layout",
     "LlamaForm",
     "ModelKeyValues",
@@ -102,6 +123,7 @@ __all__ = [
     "assemble",
     "causal_mask",
     "dense",
+    "extend",
     "gated",
     "grt",
     "initial_state",

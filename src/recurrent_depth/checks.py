@@ -44,6 +44,16 @@ def checked_padding(mask: object, batch: int, num_tokens: int, *, cached: bool) 
     return mask.bool()
 
 
+def check_complete_mask(mask: Tensor, batch: int, num_tokens: int, *, cached: bool) -> None:
+    """Raises a ValueError for a complete attention mask (batch, query, key) that is of another shape or not boolean."""
+    fits = mask.ndim == 3 and mask.shape[0] in (1, batch) and mask.shape[1] == num_tokens
+    if not fits or mask.shape[2] < num_tokens or (mask.shape[2] > num_tokens and not cached):
+        wanted = f"{(batch, num_tokens)} like tokens, or {(batch, num_tokens, num_tokens)} with one row for each query"
+        raise ValueError(f"mask must be {wanted}, got {tuple(mask.shape)}.")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be boolean where it is complete (batch, query, key), got {mask.dtype}.")
+
+
 def check_positions(positions: Tensor | None, batch: int, num_tokens: int) -> None:
     """Raises a ValueError for positions that are no integers, or neither (batch, token) nor (1, token)."""
     if positions is None:

@@ -17,12 +17,12 @@ from recurrent_depth.blocks import Stack, check_call
 from recurrent_depth.checks import check_anchor, check_like, check_positions, check_step, checked_padding
 from recurrent_depth.contracts import At, Call, KeyValues, Notes
 from recurrent_depth.depth import Depth, as_depth
-from recurrent_depth.rows import RowOrder, map_changing, map_rows, map_rows_of_at, merge
+from recurrent_depth.rows import RowOrder, SomeRows, map_changing, map_rows, map_rows_of_at, merge
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate, add_losses
 
-StepViews = Callable[[int], Sequence[KeyValues]]
-"""Gives each step its view of a cache: one per block."""
+CoreViews = Callable[..., Sequence[KeyValues]]
+"""Gives each step its view of a cache, one per block; see `ModelKeyValues.core`."""
 
 
 class RecurrentCore(nn.Module):
@@ -57,7 +57,7 @@ class RecurrentCore(nn.Module):
         mask: Bool[Tensor, "batch key"] | Bool[Tensor, "batch query key"] | None = None,
         positions: Int[Tensor, "#batch token"] | None = None,
         start: Float[Tensor, "batch token dim"] | None = None,
-        kv: StepViews | None = None,
+        kv: CoreViews | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Float[Tensor, "batch token dim"]:
         """What the update reads from the state after the last step.
@@ -97,7 +97,7 @@ class RecurrentCore(nn.Module):
         depth: Depth,
         call: Call,
         at: At,
-        kv: StepViews | None = None,
+        kv: CoreViews | None = None,
     ) -> Iterator[DepthState]:
         """The loop itself: yields the state after each step. Whoever stops reading leaves early.
 
@@ -105,46 +105,58 @@ class RecurrentCore(nn.Module):
         anchor learns through those that have them. With `depth.rows` a row that has taken its steps stays as it is,
         and costs nothing more.
         """
+        yield from self.steps(self.begin(anchor, call), depth, at, kv)
+
+    def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
+        """The state before the first step."""
         state = self.update.begin(anchor, call)
         if call.start is not None:
             check_like("start", call.start, anchor)
             state = state._replace(h=call.start)
         # A first state that is the anchor itself, which the context may hold too, would cost the compiler a graph more.
-        state = state._replace(h=state.h.clone())
+        return state._replace(h=state.h.clone())
+
+    def steps(
+        self, state: DepthState, depth: Depth, at: At, kv: CoreViews | None = None, *, first: int = 0
+    ) -> Iterator[DepthState]:
+        """Yields the state after each step from `first` on, which earlier steps have led to `state`."""
         if depth.rows is not None:
-            yield from self._states_by_row(state, depth, at, kv)
+            yield from self._steps_by_row(state, depth, at, kv)
             return
         frozen_steps = depth.num_steps - min(depth.grad_steps or depth.num_steps, depth.num_steps)
-        for step in range(depth.num_steps):
+        for step in range(first, depth.num_steps):
             frozen = step < frozen_steps
             with torch.no_grad() if frozen else nullcontext():
                 before = map_changing(Tensor.detach, state) if frozen else state
-                state = self._step(before, at, step, kv)
+                state = self.step(before, at, step, kv)
             yield state
 
-    def _states_by_row(self, begun: DepthState, depth: Depth, at: At, kv: StepViews | None) -> Iterator[DepthState]:
-        if kv is not None or at.extra:
-            raise ValueError("A depth for each row goes neither with a cache nor with extra arguments.")
+    def _steps_by_row(self, begun: DepthState, depth: Depth, at: At, kv: CoreViews | None) -> Iterator[DepthState]:
+        if at.extra:
+            raise ValueError("A depth for each row does not go with extra arguments, whose rows nobody knows.")
         order = RowOrder(depth, device=begun.h.device)
         state, at = order.sort(begun), order.sort_at(at)
         for step in range(depth.num_steps):
             # Frozen and learning rows take the step apart: what the frozen ones do keeps no activations and no losses.
             frozen, active = order.frozen(step), order.active(step)
-            parts = [self._step_of(slice(0, frozen), state, at, step, kv, learns=False)] if frozen else []
-            if frozen < active:
-                parts.append(self._step_of(slice(frozen, active), state, at, step, kv, learns=True))
+            groups = ((range(frozen), False), (range(frozen, active), True))
+            parts = [
+                self._step_of(order.rows(rows), state, at, step, kv, learns=learns) for rows, learns in groups if rows
+            ]
             state = merge(parts, state)
             yield order.unsort(state)._replace(context=begun.context)
 
     def _step_of(
-        self, rows: slice, state: DepthState, at: At, step: int, kv: StepViews | None, *, learns: bool
+        self, rows: SomeRows, state: DepthState, at: At, step: int, kv: CoreViews | None, *, learns: bool
     ) -> DepthState:
-        part = map_rows(lambda leaf: leaf[rows], state)._replace(losses={})
+        part = map_rows(lambda leaf: leaf[rows.sorted], state)._replace(losses={})
+        views = None if kv is None else partial(kv, rows=rows.given)
         with nullcontext() if learns else torch.no_grad():
             before = part if learns else map_changing(Tensor.detach, part)
-            return self._step(before, map_rows_of_at(lambda leaf: leaf[rows], at), step, kv)
+            return self.step(before, map_rows_of_at(lambda leaf: leaf[rows.sorted], at), step, views)
 
-    def _step(self, state: DepthState, at: At, step: int, kv: StepViews | None) -> DepthState:
+    def step(self, state: DepthState, at: At, step: int, kv: CoreViews | None = None) -> DepthState:
+        """One step, recomputed in the backward pass where `checkpointing` asks for it."""
         take = partial(self._take, at, step, kv)
         if not (self.checkpointing and torch.is_grad_enabled()):
             return take(state)
@@ -153,8 +165,8 @@ class RecurrentCore(nn.Module):
             return take(state)
         return checkpoint(take, state, use_reentrant=False)
 
-    def _take(self, at: At, step: int, kv: StepViews | None, state: DepthState) -> DepthState:
-        views = None if kv is None else kv(step)
+    def _take(self, at: At, step: int, kv: CoreViews | None, state: DepthState) -> DepthState:
+        views = None if kv is None else partial(kv, step)
         blocks = StepBlocks(self.stack, at, step, views, Notes(state.memory))
         return self._take_step(self.update, state, blocks)
 

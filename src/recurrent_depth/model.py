@@ -4,7 +4,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -12,13 +12,31 @@ from torch import Tensor, nn
 
 from recurrent_depth.attention import causal_mask
 from recurrent_depth.blocks import Stack
-from recurrent_depth.checks import check_positions, checked_padding, checked_tokens
+from recurrent_depth.checks import check_complete_mask, check_positions, checked_padding, checked_tokens
 from recurrent_depth.contracts import At, Call, ModelKeyValues, Notes
-from recurrent_depth.core import RecurrentCore
+from recurrent_depth.core import CoreViews, RecurrentCore
 from recurrent_depth.depth import Depth, Layout, as_depth
 from recurrent_depth.embedding import PositionedEmbedding, TokenEmbedding
 from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.update import DepthState, add_losses
+
+
+class Begun(NamedTuple):
+    """A forward that stands before its first step.
+
+    Attributes:
+        state: the state before the first step.
+        depth: how many steps it takes.
+        at: where the blocks are called.
+        views: what a cache shows to the loop.
+        notes: what the blocks before the loop said.
+    """
+
+    state: DepthState
+    depth: Depth
+    at: At
+    views: CoreViews | None
+    notes: Notes
 
 
 class RecurrentTransformer(nn.Module):
@@ -61,26 +79,31 @@ class RecurrentTransformer(nn.Module):
         tokens: Integer[Tensor, "batch token"],
         num_steps: int | Depth | Sequence[int] | None = None,
         *,
-        mask: Bool[Tensor, "batch key"] | Int[Tensor, "batch key"] | None = None,
+        mask: Bool[Tensor, "batch key"] | Int[Tensor, "batch key"] | Bool[Tensor, "#batch token key"] | None = None,
         positions: Int[Tensor, "#batch token"] | None = None,
         start: Float[Tensor, "batch token dim"] | None = None,
         kv: ModelKeyValues | None = None,
-    ) -> Float[Tensor, "batch token vocab"]:
+        logits_to_keep: int | None = None,
+    ) -> Float[Tensor, "batch kept vocab"]:
         """Logits after `num_steps` steps; full depth by default, in training too: a sampler draws outside.
 
         Args:
             tokens: token ids.
             num_steps: one number for all rows, one for each, or a `Depth`.
-            mask: True at real tokens, False at padding, over all keys.
+            mask: True at real tokens, False at padding, over all keys; or a complete attention mask, True where a
+                token may look.
             positions: by default 0, 1, 2, ..., counted from a row's first real token; a cache needs these or a mask.
             start: an initial state in place of the update's own.
-            kv: what a cache shows of earlier tokens.
+            kv: what a cache shows of earlier tokens; `extend` gives it.
+            logits_to_keep: logits of so many last tokens alone; by default of all.
 
         Raises:
             ValueError: for tokens that are empty, no integers or outside of the vocabulary (checked on CPU), for a mask
                 of another shape, for more tokens than learned positions, and for an impossible depth.
         """
-        return self.trajectory(tokens, num_steps, mask=mask, positions=positions, start=start, kv=kv).output
+        begun = self.begin(tokens, num_steps, mask=mask, positions=positions, start=start, kv=kv)
+        (last,) = deque(self.core.steps(begun.state, begun.depth, begun.at, begun.views), maxlen=1)
+        return self.readout(self.core.update.read(last), begun.at, kv, logits_to_keep=logits_to_keep)
 
     def trajectory(
         self,
@@ -94,18 +117,33 @@ class RecurrentTransformer(nn.Module):
         every_step: bool = False,
     ) -> Trajectory:
         """What `forward` goes through: the last state, or with `every_step` the state after each step."""
+        begun = self.begin(tokens, num_steps, mask=mask, positions=positions, start=start, kv=kv)
+        states = self.core.steps(begun.state, begun.depth, begun.at, begun.views)
+        kept = tuple(states) if every_step else tuple(deque(states, maxlen=1))
+        said = begun.notes
+        readout = partial(self._output, begun.at, kv, said.losses, said)
+        return Trajectory(kept, begun.depth.num_steps, readout, said)
+
+    def begin(
+        self,
+        tokens: Integer[Tensor, "batch token"],
+        num_steps: int | Depth | Sequence[int] | None = None,
+        *,
+        mask: Bool[Tensor, "batch key"] | Int[Tensor, "batch key"] | Bool[Tensor, "#batch token key"] | None = None,
+        positions: Int[Tensor, "#batch token"] | None = None,
+        start: Float[Tensor, "batch token dim"] | None = None,
+        kv: ModelKeyValues | None = None,
+    ) -> Begun:
+        """Runs what stands before the loop; arguments and errors are those of `forward`."""
         tokens = checked_tokens(tokens, self.embed.token.num_embeddings)
         check_positions(positions, *tokens.shape)
-        mask = checked_padding(mask, *tokens.shape, cached=kv is not None)
         depth = self._depth(num_steps, batch=tokens.shape[0])
-        at = _at(tokens, mask, positions, cached=kv is not None)
+        at, padding = _at(tokens, mask, positions, cached=kv is not None)
         embedding = self.embed(tokens, at.positions)
         said = Notes()
-        anchor = self.prelude(embedding, at._replace(notes=said), kv=None if kv is None else kv.prelude)
-        call = Call(depth.num_steps, tokens, embedding, at.positions, mask, start)
-        states = self.core.states(anchor, depth, call, at, None if kv is None else kv.core)
-        kept = tuple(states) if every_step else tuple(deque(states, maxlen=1))
-        return Trajectory(kept, depth.num_steps, partial(self._output, at, kv, said.losses, said), said)
+        anchor = self.prelude(embedding, at._replace(notes=said), kv=None if kv is None else kv.prelude())
+        call = Call(depth.num_steps, tokens, embedding, at.positions, padding, start)
+        return Begun(self.core.begin(anchor, call), depth, at, None if kv is None else kv.core, said)
 
     def _output(self, at: At, kv: ModelKeyValues | None, before: dict, said: Notes, state: DepthState) -> Tensor:
         coda = Notes()
@@ -114,10 +152,16 @@ class RecurrentTransformer(nn.Module):
         return logits
 
     def readout(
-        self, x: Float[Tensor, "batch token dim"], at: At, kv: ModelKeyValues | None = None
-    ) -> Float[Tensor, "batch token vocab"]:
-        """Logits of what the loop gave: coda, final norm and head."""
-        x = self.coda(x, at, kv=None if kv is None else kv.coda)
+        self,
+        x: Float[Tensor, "batch token dim"],
+        at: At,
+        kv: ModelKeyValues | None = None,
+        *,
+        logits_to_keep: int | None = None,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """Logits of what the loop gave: coda, final norm and head; the last two of so many last tokens alone."""
+        x = self.coda(x, at, kv=None if kv is None else kv.coda())
+        x = x if logits_to_keep is None else x[:, -logits_to_keep:]
         return self.head(self.norm(x), self.embed.token.weight)
 
     def compile_step(self, **arguments: Any) -> None:
@@ -134,13 +178,19 @@ class RecurrentTransformer(nn.Module):
         return depth
 
 
-def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cached: bool) -> At:
+def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cached: bool) -> tuple[At, Tensor | None]:
+    """Where the blocks are called, and the padding mask."""
     num_tokens = tokens.shape[1]
     if cached and positions is None and mask is None:
         raise ValueError("A forward with a cache needs positions or a mask over all keys: how many came before?")
-    if mask is None:
-        default = torch.arange(num_tokens, device=tokens.device)[None]
-        return At(default if positions is None else positions)
-    counted = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
-    valid = mask[:, -num_tokens:]
-    return At(counted if positions is None else positions, causal_mask(mask, num_tokens), valid)
+    default = torch.arange(num_tokens, device=tokens.device)[None]
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 3):
+        if mask is not None:
+            check_complete_mask(mask, *tokens.shape, cached=cached)
+        if cached and positions is None:
+            raise ValueError("A forward with a cache and a complete mask needs positions: how many came before?")
+        return At(default if positions is None else positions, mask), None
+    padding = checked_padding(mask, *tokens.shape, cached=cached)
+    counted = (padding.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
+    valid = padding[:, -num_tokens:]
+    return At(counted if positions is None else positions, causal_mask(padding, num_tokens), valid), padding

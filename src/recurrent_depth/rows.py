@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from recurrent_depth.contracts import At
@@ -12,16 +14,27 @@ from recurrent_depth.trees import map_tensors
 from recurrent_depth.update import DepthState, add_losses
 
 
+class SomeRows(NamedTuple):
+    """Some rows of the batch.
+
+    Attributes:
+        sorted: where they stand once sorted by depth.
+        given: where they stand as the caller gave them.
+    """
+
+    sorted: slice
+    given: slice | Int[Tensor, " row"]
+
+
 class RowOrder:
-    """The order of the rows by depth, and what it does to states."""
+    """The order of the rows by depth, and what it does to states. Rows that come sorted are not copied."""
 
     def __init__(self, depth: Depth, device: torch.device):
         rows = depth.rows or ()
         order = sorted(range(len(rows)), key=lambda row: -rows[row])
         self.depths = [rows[row] for row in order]
         self.grad_steps = depth.grad_steps or depth.num_steps
-        self.order = torch.tensor(order, device=device)
-        self.back = self.order.argsort()
+        self.order = None if order == list(range(len(rows))) else torch.tensor(order, device=device)
 
     def active(self, step: int) -> int:
         """How many rows take this step; they are the first."""
@@ -31,17 +44,25 @@ class RowOrder:
         """How many of those take it without gradients: the deepest ones, whose end is still far."""
         return sum(depth > step + self.grad_steps for depth in self.depths)
 
+    def rows(self, places: range) -> SomeRows:
+        """The rows at these places of the order."""
+        where = slice(places.start, places.stop)
+        return SomeRows(where, where if self.order is None else self.order[where])
+
     def sort(self, state: DepthState) -> DepthState:
         """The state with its rows in this order."""
-        return map_rows(lambda leaf: leaf[self.order], state)
+        return state if self.order is None else map_rows(lambda leaf: leaf[self.order], state)
 
     def unsort(self, state: DepthState) -> DepthState:
         """What changes from step to step, with its rows as the caller gave them."""
-        return map_changing(lambda leaf: leaf[self.back], state)
+        if self.order is None:
+            return state
+        back = self.order.argsort()
+        return map_changing(lambda leaf: leaf[back], state)
 
     def sort_at(self, at: At) -> At:
         """`at` with its rows in this order."""
-        return map_rows_of_at(lambda leaf: leaf[self.order], at)
+        return at if self.order is None else map_rows_of_at(lambda leaf: leaf[self.order], at)
 
 
 def merge(parts: Sequence[DepthState], before: DepthState) -> DepthState:

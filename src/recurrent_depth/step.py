@@ -1,10 +1,12 @@
 """The shared blocks as one step sees them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from recurrent_depth.attention import causal_mask
 from recurrent_depth.contracts import At, KeyValues, Notes, Pick, Tree
 from recurrent_depth.trees import map_tensors
 
@@ -19,7 +21,7 @@ class StepBlocks:
         stack: called as `stack(x, at, step, kv)`.
         at: where the blocks are called, the same at every step.
         step: which step this is, from 0.
-        kv: the cache as this step sees it, one view per block; None without a cache.
+        kv: gives the cache as this step sees it, a view per block, as `kv()` or `kv(pick=pick)`; None without a cache.
         notes: what the blocks remembered at the step before.
         pick: the tokens that every call is about; None for all.
     """
@@ -29,7 +31,7 @@ class StepBlocks:
         stack: nn.Module,
         at: At,
         step: int,
-        kv: Sequence[KeyValues] | None,
+        kv: Callable[..., Sequence[KeyValues]] | None,
         notes: Notes,
         pick: Pick | None = None,
     ):
@@ -47,11 +49,15 @@ class StepBlocks:
         """
         if pick is not None:
             return self.picked(pick)(x, condition=condition)
-        notes = self.notes if self.pick is None else _pick_notes(self.notes, self.pick)
-        at = self.at if self.pick is None else pick_at(self.at, self.pick)
-        out = self.stack(x, at._replace(condition=condition, notes=notes), self.step, self.kv)
-        if self.pick is not None:
-            _return_notes(notes, self.notes, self.pick, self.at)
+        if self.pick is None:
+            views = None if self.kv is None else self.kv()
+            at = self.at if views is None else hide_holes(self.at, views[0].valid)
+            return self.stack(x, at._replace(condition=condition, notes=self.notes), self.step, views)
+        notes = _pick_notes(self.notes, self.pick)
+        views = None if self.kv is None else self.kv(pick=self.pick)
+        at = pick_at(self.at, self.pick) if views is None else pick_cached(self.at, self.pick, views[0].valid)
+        out = self.stack(x, at._replace(condition=condition, notes=notes), self.step, views)
+        _return_notes(notes, self.notes, self.pick, self.at)
         return out
 
     def picked(self, pick: Pick) -> "StepBlocks":
@@ -71,7 +77,29 @@ def pick_at(at: At, pick: Pick) -> At:
         if mask.ndim == 3:
             mask = mask.gather(2, pick.index[:, None].expand(-1, num_picked, -1))
         mask = mask if pick.valid is None else mask & (pick.valid if mask.ndim == 2 else pick.valid[:, None])
+        if mask.ndim == 3:  # a softmax over nothing is not a number: padding sees itself
+            mask = mask | torch.eye(num_picked, dtype=torch.bool, device=mask.device)
     return at._replace(positions=positions, mask=mask, valid=valid)
+
+
+def hide_holes(at: At, held: Bool[Tensor, "batch key"] | None) -> At:
+    """`at` with a complete mask that hides keys at which a cache holds nothing."""
+    if held is None:
+        return at
+    assert at.positions is not None  # a forward with a cache has them
+    mask = held if at.mask is None or at.mask.ndim == 3 else held & at.mask
+    mask = causal_mask(mask, at.positions.shape[1])
+    return at._replace(mask=mask if at.mask is None or at.mask.ndim == 2 else mask & at.mask)
+
+
+def pick_cached(at: At, pick: Pick, held: Bool[Tensor, "batch key"] | None) -> At:
+    """`at` for the picked tokens, which look at all keys that a cache holds: earlier tokens', and their own."""
+    at = hide_holes(at, held)
+    assert at.positions is not None  # a forward with a cache has them
+    assert at.mask is not None  # there are holes where tokens are picked
+    positions = pick.gather(at.positions.expand(len(pick.index), -1))
+    valid = pick.valid if at.valid is None else pick.gather(at.valid) & pick.valid_like()
+    return at._replace(positions=positions, mask=pick.gather(at.mask), valid=valid)
 
 
 def _pick_notes(notes: Notes, pick: Pick) -> Notes:

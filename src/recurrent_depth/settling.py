@@ -1,0 +1,74 @@
+"""What a cache stores of a forward that is done."""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from recurrent_depth.slots import Key, Rows, rows_of
+from recurrent_depth.turn import Turn
+
+
+def settle(turn: Turn) -> None:
+    """Writes what was put aside, and fills the copies that a row's steps did not reach with its last step's."""
+    core = [key for key in turn.slots if key.part == "core"]
+    valid = _valid(turn, core)
+    for rows, depth in _depths(turn):
+        written = {turn.policy.writes(step) for step in range(depth)}
+        last = turn.policy.writes(depth - 1)
+        for key in core:
+            if key.copy not in written:
+                _fill(turn, key, key._replace(copy=last), rows)
+        for copy in valid.keys() - written:
+            valid[copy][_all(rows)] = valid[last][_all(rows)]
+    for key, entry in turn.aside.items():
+        slot = turn.slots[key]
+        slot.keys, slot.values = map(turn.span.stored, slot.both, entry)
+    for copy, mask in valid.items():
+        turn.valid[copy] = turn.span.stored(turn.valid_of(copy, mask.device), mask[:, None, :, None])
+
+
+def _depths(turn: Turn) -> Iterator[tuple[Rows, int]]:
+    """The rows and how many steps they took, in runs of equal depth."""
+    if all(step.rows is None for step in turn.steps):
+        yield None, turn.steps[-1].step + 1
+        return
+    depths = [0] * turn.shape[0]
+    for step, rows, _ in turn.steps:
+        for row in _indices(rows, turn.shape[0]):
+            depths[row] = step + 1
+    for depth, run in groupby(range(len(depths)), key=depths.__getitem__):
+        rows = list(run)
+        yield slice(rows[0], rows[-1] + 1), depth
+
+
+def _indices(rows: Rows, batch: int) -> list[int]:
+    if isinstance(rows, Tensor):
+        return rows.tolist()
+    return list(range(batch) if rows is None else range(batch)[rows])
+
+
+def _all(rows: Rows) -> slice | Tensor:
+    return slice(None) if rows is None else rows
+
+
+def _fill(turn: Turn, key: Key, source: Key, rows: Rows) -> None:
+    part = rows_of(turn.entry(source) or turn.standing_in(source), rows)
+    if turn.span.in_place and key not in turn.aside:
+        for buffer, x in zip(turn.slots[key].both, part, strict=True):
+            turn.span.put(buffer, rows, x)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        turn.aside[key] = turn.with_rows(turn.aside.get(key), part, rows)
+
+
+def _valid(turn: Turn, core: list[Key]) -> dict[int, Tensor]:
+    """By copy, which of the new tokens left something there; nothing where all tokens always do."""
+    masks = [step.picked for step in turn.steps if step.picked is not None]
+    if not masks and not turn.valid:
+        return {}
+    device = (masks or list(turn.valid.values()))[0].device
+    valid = {key.copy: torch.zeros(turn.shape, dtype=torch.bool, device=device) for key in core}
+    for step, rows, picked in turn.steps:
+        valid[turn.policy.writes(step)][_all(rows)] |= True if picked is None else picked
+    return valid
