@@ -184,13 +184,14 @@ def _at(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cached: b
     if cached and positions is None and mask is None:
         raise ValueError("A forward with a cache needs positions or a mask over all keys: how many came before?")
     default = torch.arange(num_tokens, device=tokens.device)[None]
-    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 3):
-        if mask is not None:
-            check_complete_mask(mask, *tokens.shape, cached=cached)
+    complete = mask if isinstance(mask, Tensor) and mask.ndim == 3 else None
+    if complete is not None:
+        check_complete_mask(complete, *tokens.shape, cached=cached)
+    padding = checked_padding(mask, *tokens.shape, cached=cached) if complete is None else None
+    if padding is None:
         if cached and positions is None:
             raise ValueError("A forward with a cache and a complete mask needs positions: how many came before?")
-        return At(default if positions is None else positions, mask), None
-    padding = checked_padding(mask, *tokens.shape, cached=cached)
+        return At(default if positions is None else positions, complete), None
     counted = (padding.long().cumsum(1) - 1).clamp(min=0)[:, -num_tokens:]
     valid = padding[:, -num_tokens:]
     return At(counted if positions is None else positions, causal_mask(padding, num_tokens), valid), padding
