@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch.testing import assert_close
 
-from recurrent_depth.choice import Greedy, RowStreams, Sampling, TokenChoice, check_logits, draw
+from recurrent_depth.choice import Greedy, Sampling, TokenChoice, check_logits
+from recurrent_depth.draw import RowStreams, draw
 
 REFUSED = (ValueError, TypeCheckError)  # the latter only where the tests' hook checks types first
 NO_NUMBERS = [True, "1", math.nan, math.inf, -math.inf, -1.0, torch.tensor(1.0)]

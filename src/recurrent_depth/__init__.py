@@ -5,6 +5,7 @@ from recurrent_depth.attention import Attention, NoRotary, Rotary, causal_mask
 from recurrent_depth.blocks import MLP, Block, PlainBlock, Stack, SwiGLU, TransformerBlock
 from recurrent_depth.builders import assemble, dense, gated, grt, naive, plain
 from recurrent_depth.cache import DepthCache
+from recurrent_depth.choice import Greedy, Sampling, TokenChoice
 from recurrent_depth.contracts import (
     At,
     BlockCost,
@@ -16,13 +17,16 @@ from recurrent_depth.contracts import (
     Pick,
     UpdateCost,
 )
+from recurrent_depth.convergence import ArgmaxStable, GateClosed, KLConverged, LatentConverged
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
-from recurrent_depth.decoding import extend
+from recurrent_depth.decoding import Left, extend, extend_until
 from recurrent_depth.depth import Depth, Layout
 from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
+from recurrent_depth.exits import AtLeast, ExitAfter, ExitRule, LearnedExit, exit_law, leaving
 from recurrent_depth.forms import Form, GPT2Form, LlamaForm
 from recurrent_depth.gate import AnchoredGate, DepthGate, JointNormGate, WriteShare
+from recurrent_depth.generation import generate, stream
 from recurrent_depth.initialisation import initialise
 from recurrent_depth.injection import AddAnchor, ConcatProjection, GaussianNoise, Injection, KeepState
 from recurrent_depth.kv_policy import (
@@ -56,7 +60,9 @@ __all__ = [
     "MLP",
     "AddAnchor",
     "AnchoredGate",
+    "ArgmaxStable",
     "At",
+    "AtLeast",
     "Attention",
     "Block",
     "BlockCost",
@@ -69,15 +75,20 @@ __all__ = [
     "DepthSampler",
     "DepthState",
     "DepthUpdate",
+    "ExitAfter",
+    "ExitRule",
     "ExpectedDepth",
     "FixedDepth",
     "Form",
     "GPT2Form",
+    "GateClosed",
     "GatedDepthUpdate",
     "GaussianNoise",
+    "Greedy",
     "Head",
     "Injection",
     "JointNormGate",
+    "KLConverged",
     "KVStepPolicy",
     "KeepAll",
     "KeepBlend",
@@ -88,7 +99,10 @@ __all__ = [
     "KeepState",
     "KeyValues",
     "KeysValues",
+    "LatentConverged",
     "Layout",
+    "LearnedExit",
+    "Left",
     "LlamaForm",
     "ModelKeyValues",
     "NoRotary",
@@ -108,10 +122,12 @@ __all__ = [
     "ResidualProjection",
     "ResidualSandwich",
     "Rotary",
+    "Sampling",
     "Stack",
     "StepBlocks",
     "SwiGLU",
     "TiedHead",
+    "TokenChoice",
     "TokenEmbedding",
     "Trajectory",
     "TransformerBlock",
@@ -123,12 +139,16 @@ __all__ = [
     "assemble",
     "causal_mask",
     "dense",
+    "exit_law",
     "extend",
+    "extend_until",
     "gated",
+    "generate",
     "grt",
     "initial_state",
     "initialise",
     "last_step_loss",
+    "leaving",
     "linear_ramp",
     "map_tensors",
     "naive",
@@ -137,4 +157,5 @@ __all__ = [
     "presets",
     "search_layouts",
     "sqrt_ramp",
+    "stream",
 ]

@@ -2,9 +2,7 @@
 
 import abc
 import numbers
-import random
-import secrets
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recurrent_depth.depth import require_whole
+from recurrent_depth.draw import draw
 from recurrent_depth.numerics import at_least_float32
-
-BLOCK = 256  # tokens
 
 
 class TokenChoice(abc.ABC):
@@ -32,6 +29,16 @@ class TokenChoice(abc.ABC):
 
         `seen` holds prompt and continuation so far; where `seen_mask` is False is padding, which was not seen.
         """
+
+    @abc.abstractmethod
+    def choose(
+        self,
+        logits: Float[Tensor, "batch vocab"],
+        seen: Int[Tensor, "batch key"],
+        seen_mask: Bool[Tensor, "batch key"] | None,
+        uniforms: Callable[[], Float[Tensor, " batch"]],
+    ) -> Int[Tensor, " batch"]:
+        """Each row's next token; `uniforms` is asked for a number in [0, 1) per row only where chance decides."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,17 @@ class Greedy(TokenChoice):
         seen: Int[Tensor, "batch key"],
         seen_mask: Bool[Tensor, "batch key"] | None = None,
     ) -> Float[Tensor, "batch vocab"]:
-        logits = _penalised(at_least_float32(logits), seen, seen_mask, self.repetition_penalty)
-        return torch.zeros_like(logits).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        best = self.choose(logits, seen, seen_mask, lambda: logits.new_empty(0))
+        return torch.zeros_like(at_least_float32(logits)).scatter(-1, best[:, None], 1.0)
+
+    def choose(
+        self,
+        logits: Float[Tensor, "batch vocab"],
+        seen: Int[Tensor, "batch key"],
+        seen_mask: Bool[Tensor, "batch key"] | None,
+        uniforms: Callable[[], Float[Tensor, " batch"]],
+    ) -> Int[Tensor, " batch"]:
+        return _penalised(logits, seen, seen_mask, self.repetition_penalty).argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -110,50 +126,14 @@ class Sampling(TokenChoice):
         logits = logits if self.min_p is None else _min_p(logits, self.min_p)
         return logits.softmax(-1)
 
-
-class RowStreams:
-    """A stream of uniform numbers in [0, 1) for each row, set by the seed and the row's number alone.
-
-    Rows may stop at any time without changing the others' numbers. No global RNG is touched or read. Without a seed
-    the operating system gives a fresh one; `seed` tells it, so that a run can be repeated.
-
-    Raises:
-        ValueError: if `num_rows` is no whole number of at least 0, or `seed` none at all.
-    """
-
-    def __init__(self, num_rows: int, seed: int | None = None) -> None:
-        self.seed = secrets.randbits(63) if seed is None else require_whole("seed", seed)
-        num_rows = require_whole("num_rows", num_rows, at_least=0)
-        # Seeding with a string hashes it, so neighbouring rows and seeds are unrelated.
-        self._streams = [random.Random(f"{self.seed}/{row}") for row in range(num_rows)]
-
-    def uniforms(self, rows: Sequence[int]) -> Float[Tensor, " batch"]:
-        """The next number of each of these rows, in float64."""
-        return torch.tensor([self._streams[row].random() for row in rows], dtype=torch.float64)
-
-
-def draw(probabilities: Float[Tensor, "batch vocab"], uniforms: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-    """The token of each row at which the cumulated distribution passes the row's uniform number in [0, 1).
-
-    No token of probability 0 is ever drawn, whatever the rounding, and no row depends on another. Probabilities need
-    not sum to exactly 1.
-    """
-    # First a block, then a token in it: only so few numbers are cheap to cumulate in float64.
-    blocks = F.pad(probabilities, (0, -probabilities.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    shares = blocks.sum(-1, dtype=torch.float64)
-    block, rest = _passed(shares, uniforms.to(shares)[:, None] * shares.sum(-1, keepdim=True))
-    token, _ = _passed(blocks.take_along_dim(block[..., None], 1).squeeze(1).double(), rest)
-    return (block * BLOCK + token).squeeze(-1)
-
-
-def _passed(shares: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The place at which the cumulated shares first exceed the target, and how far into its share the target is."""
-    mass = shares.cumsum(-1)
-    possible = mass * (shares > 0)  # a parallel cumsum may grow by rounding where a share is 0
-    total = possible.amax(-1, keepdim=True)
-    target = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
-    place = (possible > target).int().argmax(-1, keepdim=True)
-    return place, (target - (mass - shares).gather(-1, place)).clamp(min=0)
+    def choose(
+        self,
+        logits: Float[Tensor, "batch vocab"],
+        seen: Int[Tensor, "batch key"],
+        seen_mask: Bool[Tensor, "batch key"] | None,
+        uniforms: Callable[[], Float[Tensor, " batch"]],
+    ) -> Int[Tensor, " batch"]:
+        return draw(self.probabilities(logits, seen, seen_mask), uniforms())
 
 
 def check_logits(logits: Float[Tensor, "batch vocab"]) -> None:
@@ -171,6 +151,7 @@ def check_logits(logits: Float[Tensor, "batch vocab"]) -> None:
 def _penalised(logits: Tensor, seen: Tensor, seen_mask: Tensor | None, penalty: float | int) -> Tensor:
     if penalty == 1:
         return logits
+    logits = at_least_float32(logits)
     batch, vocab = logits.shape
     # Padding may hold any number; one more column takes it.
     places = seen.long() if seen_mask is None else seen.long().masked_fill(~seen_mask, vocab)

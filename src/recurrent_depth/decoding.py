@@ -9,10 +9,14 @@ from torch import Tensor
 
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.checks import checked_padding
-from recurrent_depth.depth import Depth
+from recurrent_depth.contracts import At
+from recurrent_depth.depth import Depth, require_whole
+from recurrent_depth.exits import ExitRule
+from recurrent_depth.leaving import leave_early, rows_of_model
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.settling import settle
 from recurrent_depth.turn import Turn
+from recurrent_depth.update import DepthState
 
 
 def extend(
@@ -43,14 +47,53 @@ def extend(
             cache that is full, or of another batch, model or dtype.
     """
     opened = open_forward(tokens, cache, mask)
-    logits = model(tokens, num_steps, **opened.where(), logits_to_keep=logits_to_keep)
-    settle(opened.turn)
+    logits = opened.logits(model, tokens, num_steps, logits_to_keep)
     opened.finish()
     return logits
 
 
+class Left(NamedTuple):
+    """Logits of a forward that rows left when they had enough.
+
+    Attributes:
+        logits: of each row's new token.
+        num_steps: how many steps each row took.
+    """
+
+    logits: Float[Tensor, "batch vocab"]
+    num_steps: Int[Tensor, " batch"]
+
+
+def extend_until(
+    model: RecurrentTransformer,
+    tokens: Integer[Tensor, "batch 1"],
+    cache: DepthCache,
+    exit: ExitRule,  # noqa: A002
+    num_steps: int | None = None,
+    *,
+    mask: Bool[Tensor, "batch key"] | Int[Tensor, "batch key"] | None = None,
+) -> Left:
+    """Logits of one new token per row; each row leaves the loop when the rule says so, and then costs nothing more.
+
+    A row's logits and depth are those that it has alone. In the cache the copies that a row did not reach hold what its
+    last step made. Arguments and errors are those of `extend`.
+
+    Args:
+        model: the model.
+        tokens: one new token per row.
+        cache: of the same rows.
+        exit: when a row leaves.
+        num_steps: at most so many steps; full depth by default.
+        mask: True at real tokens, over all keys.
+    """
+    opened = open_forward(tokens, cache, mask)
+    left = opened.left(model, tokens, exit, num_steps)
+    opened.finish()
+    return left
+
+
 class OpenForward(NamedTuple):
-    """A forward over new tokens that has begun, and has not been counted as seen.
+    """A forward over new tokens that has begun, and is not counted as seen before it is finished.
 
     Attributes:
         cache: what it adds to.
@@ -65,14 +108,41 @@ class OpenForward(NamedTuple):
     device: torch.device
 
     def where(self) -> dict[str, Any]:
-        """The model's arguments: mask, positions and cache."""
-        length, num_new = self.cache.length, self.turn.shape[1]
-        positions = torch.arange(length, length + num_new, device=self.device)[None]
-        return {
-            "mask": self.padding,
-            "positions": positions if self.padding is None else None,
-            "kv": self.turn.kv(),
-        }
+        """Mask and positions as the model takes them."""
+        if self.padding is not None:
+            return {"mask": self.padding}
+        begin = self.cache.length
+        return {"positions": torch.arange(begin, begin + self.turn.shape[1], device=self.device)[None]}
+
+    def logits(
+        self,
+        model: RecurrentTransformer,
+        tokens: Tensor,
+        num_steps: int | Depth | Sequence[int] | None,
+        logits_to_keep: int | None = None,
+    ) -> Tensor:
+        """Logits after so many steps."""
+        logits = model(tokens, num_steps, **self.where(), kv=self.turn.kv(), logits_to_keep=logits_to_keep)
+        settle(self.turn)
+        return logits
+
+    def left(self, model: RecurrentTransformer, tokens: Tensor, rule: ExitRule, num_steps: int | None) -> Left:
+        """Logits under an exit rule."""
+        if tokens.shape[1] != 1:
+            raise ValueError(f"An exit rule lets rows leave at one new token each, got {tokens.shape[1]} tokens.")
+        most = model.num_steps if num_steps is None else require_whole("num_steps", num_steps, at_least=1)
+        kv = self.turn.kv()
+        begun = model.begin(tokens, most, **self.where(), kv=kv)
+
+        def readout(state: DepthState, at: At, rows: Tensor) -> Tensor:
+            return model.readout(model.core.update.read(state), at, rows_of_model(kv, rows))
+
+        state, depths = leave_early(
+            model.core, begun.state, begun.at, kv.core, num_steps=most, rule=rule, readout=readout
+        )
+        logits = model.readout(model.core.update.read(state), begun.at, kv)
+        settle(self.turn)
+        return Left(logits[:, -1], depths)
 
     def finish(self) -> None:
         """Counts the new tokens as seen."""
@@ -83,18 +153,17 @@ def open_forward(tokens: Tensor, cache: DepthCache, mask: Tensor | None = None) 
     """Checks tokens and mask against the cache, and opens a forward."""
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
-    batch, num_new = tokens.shape
-    padding = _padding(mask, cache, batch, num_new, tokens.device)
-    turn = cache.begin(batch, num_new, differentiable=torch.is_grad_enabled())
+    padding = _padding(mask, cache, *tokens.shape)
+    turn = cache.begin(*tokens.shape, differentiable=torch.is_grad_enabled())
     return OpenForward(cache, turn, padding, tokens.device)
 
 
-def _padding(mask: Tensor | None, cache: DepthCache, batch: int, num_new: int, device: torch.device) -> Tensor | None:
+def _padding(mask: Tensor | None, cache: DepthCache, batch: int, num_new: int) -> Tensor | None:
     if mask is None:
         if cache.mask is None:
             return None
-        return torch.cat([cache.mask, cache.mask.new_ones(batch, num_new)], dim=1)
-    if mask.shape != (batch, cache.length + num_new):
+        return torch.cat([cache.mask, cache.mask.new_ones(len(cache.mask), num_new)], dim=1)
+    if isinstance(mask, Tensor) and mask.shape != (batch, cache.length + num_new):
         raise ValueError(
             f"mask must be {(batch, cache.length + num_new)}, over the {cache.length} tokens in the cache and the "
             f"{num_new} new ones; got {tuple(mask.shape)}."

@@ -7,7 +7,13 @@ from torch import Tensor, nn
 
 
 class TokenEmbedding(nn.Module):
-    """A table of token embeddings, for models whose blocks know positions themselves."""
+    """A table of token embeddings, for models whose blocks know positions themselves.
+
+    Attributes:
+        num_positions: None, since there is no bound.
+    """
+
+    num_positions = None
 
     def __init__(self, vocab_size: int, dim: int):
         super().__init__()
@@ -25,12 +31,16 @@ class PositionedEmbedding(nn.Module):
 
     Raises:
         ValueError: in a forward, if a token stands at no learned position; positions given are looked at on CPU only.
+
+    Attributes:
+        num_positions: how many positions are learned.
     """
 
     def __init__(self, vocab_size: int, dim: int, context_length: int):
         super().__init__()
         self.token = nn.Embedding(vocab_size, dim)
         self.position = nn.Embedding(context_length, dim)
+        self.num_positions = context_length
 
     def forward(
         self, tokens: Int[Tensor, "batch token"], positions: Int[Tensor, "#batch token"]
