@@ -20,7 +20,7 @@ from recurrent_depth.contracts import (
 from recurrent_depth.convergence import ArgmaxStable, GateClosed, KLConverged, LatentConverged
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
-from recurrent_depth.decoding import Left, extend, extend_until
+from recurrent_depth.decoding import Left, compile_decoding, extend, extend_until
 from recurrent_depth.depth import Depth, Layout
 from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
 from recurrent_depth.exits import AtLeast, ExitAfter, ExitRule, LearnedExit, exit_law, leaving
@@ -138,6 +138,7 @@ __all__ = [
     "accounting",
     "assemble",
     "causal_mask",
+    "compile_decoding",
     "dense",
     "exit_law",
     "extend",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
@@ -12,9 +13,11 @@ from recurrent_depth.checks import checked_padding
 from recurrent_depth.contracts import At
 from recurrent_depth.depth import Depth, require_whole
 from recurrent_depth.exits import ExitRule
+from recurrent_depth.kv_policy import KVStepPolicy
 from recurrent_depth.leaving import leave_early, rows_of_model
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.settling import settle
+from recurrent_depth.slots import Key, Places, Slot
 from recurrent_depth.turn import Turn
 from recurrent_depth.update import DepthState
 
@@ -122,9 +125,40 @@ class OpenForward(NamedTuple):
         logits_to_keep: int | None = None,
     ) -> Tensor:
         """Logits after so many steps."""
+        if self._compiles(model, tokens, num_steps):
+            return self._compiled_logits(model, tokens, num_steps)
         logits = model(tokens, num_steps, **self.where(), kv=self.turn.kv(), logits_to_keep=logits_to_keep)
         settle(self.turn)
         return logits
+
+    def _compiles(self, model: RecurrentTransformer, tokens: Tensor, num_steps: object) -> bool:
+        """A compiled step is for one token per row, once all slots are there, and for one depth."""
+        begun = tokens.shape[1] == 1 and 0 < self.cache.length
+        fixed = self.cache.max_tokens is not None and self.turn.span.in_place
+        steps = model.num_steps if num_steps is None else num_steps
+        if not (model.decode and begun and fixed and isinstance(steps, int)):
+            return False
+        return self.cache.policy.num_copies(steps) <= self.cache.num_copies
+
+    def _compiled_logits(self, model: RecurrentTransformer, tokens: Tensor, num_steps: Any) -> Tensor:
+        length, room = self.cache.length, self.cache.capacity
+        seen = torch.arange(room, device=self.device) <= length
+        mask, positions = seen[None, None], torch.tensor([[length]], device=self.device)
+        if self.padding is not None:
+            mask = mask & F.pad(self.padding, (0, room - length - 1))[:, None]
+            positions = self.padding.sum(1, keepdim=True) - 1
+        turn = self.turn
+        return model.decode(
+            model,
+            tokens,
+            num_steps,
+            mask,
+            positions,
+            positions.new_tensor([length]),
+            turn.slots,
+            turn.valid,
+            turn.policy,
+        )
 
     def left(self, model: RecurrentTransformer, tokens: Tensor, rule: ExitRule, num_steps: int | None) -> Left:
         """Logits under an exit rule."""
@@ -147,6 +181,33 @@ class OpenForward(NamedTuple):
     def finish(self) -> None:
         """Counts the new tokens as seen."""
         self.cache.advance(*self.turn.shape, self.padding)
+
+
+def decode(
+    model: RecurrentTransformer,
+    tokens: Tensor,
+    num_steps: int | None,
+    mask: Tensor,
+    positions: Tensor,
+    place: Tensor,
+    slots: dict[Key, Slot],
+    valid: dict[int, Tensor],
+    policy: KVStepPolicy,
+) -> Tensor:
+    """A whole forward of one token per row, in which only values of tensors change with the length of the text."""
+    turn = Turn(slots, valid, policy, Places(place), shape=tuple(tokens.shape), length=1, capacity=mask.shape[-1])
+    logits = model(tokens, num_steps, mask=mask, positions=positions, kv=turn.kv())
+    settle(turn)
+    return logits
+
+
+def compile_decoding(model: RecurrentTransformer, **arguments: Any) -> None:
+    """Compiles the whole forward of one token per row with `torch.compile(**arguments)`.
+
+    `extend`, `generate` and `stream` then use it wherever a cache of fixed capacity holds a prompt and all rows take
+    the same number of steps. It compiles anew for another batch, capacity, depth or policy, never for a longer text.
+    """
+    model.decode = torch.compile(decode, **arguments)
 
 
 def open_forward(tokens: Tensor, cache: DepthCache, mask: Tensor | None = None) -> OpenForward:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ class RecurrentTransformer(nn.Module):
         super().__init__()
         self.embed, self.prelude, self.core, self.coda, self.norm, self.head = embed, prelude, core, coda, norm, head
         self.num_steps = num_steps
+        self.decode: Callable[..., Tensor] | None = None
 
     @property
     def layout(self) -> Layout:
