@@ -1,4 +1,4 @@
-"""Exact parameters and FLOPs of a model, in closed form: nothing is run.
+"""Parameters, FLOPs and bytes of a model, in closed form: nothing is run.
 
 FLOPs are those of matrix products, a multiply-add counting as two; norms, activations, the embedding lookup and the
 elementwise part of a gate are left out, as everywhere. All functions take a model, on any device, or its `Outline`.
@@ -19,7 +19,9 @@ from recurrent_depth.counting import (
     once,
 )
 from recurrent_depth.depth import require_whole
+from recurrent_depth.memory import DecodeMemory, cache_bytes, decode_memory, weight_bytes
 from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.moments import Moment
 from recurrent_depth.outline import Outline, outline
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth
 
@@ -27,9 +29,13 @@ __all__ = [
     "EXECUTED",
     "PAPER",
     "Counting",
+    "DecodeMemory",
     "Flops",
+    "Moment",
     "Outline",
+    "cache_bytes",
     "causal_attention",
+    "decode_memory",
     "every_step",
     "executed_blocks",
     "flops",
@@ -42,6 +48,7 @@ __all__ = [
     "once",
     "outline",
     "training_flops",
+    "weight_bytes",
 ]
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import At, BlockCost
+from recurrent_depth.moments import Moment
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.residual import ResidualProjection
 
@@ -16,8 +17,13 @@ class Rotary(nn.Module):
 
     Nothing is stored, so that a model built on the meta device needs no special care.
 
+    Attributes:
+        num_copies: float32 tensors of the size of `x` that are alive at once in here.
+
     Reference: Su et al., 2021, arXiv 2104.09864.
     """
+
+    num_copies = 3
 
     def __init__(self, base: float = 10000.0):
         super().__init__()
@@ -117,9 +123,22 @@ class Attention(nn.Module):
         return causal_mask(torch.ones(1, num_keys, dtype=torch.bool, device=device), num_queries)[:, None]
 
     def cost(self) -> BlockCost:
-        """Projections, and per key the scores and the weighted sum of the values."""
+        """Projections, and per key the scores and the weighted sum of the values. Kernels' own memory is left out."""
         linear = self.qkv.weight.numel() + self.out.weight.numel()
-        return BlockCost(linear=2 * linear, per_key=4 * self.num_heads * self.head_size)
+        queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        return BlockCost(2 * linear, per_key=4 * queries, cached=2 * keys, live=self._live(queries, keys))
+
+    def _live(self, queries: int, keys: int) -> tuple[Moment, ...]:
+        qkv, copies = queries + 2 * keys, getattr(self.rotary, "num_copies", 0)
+        rotated, tables = (queries + keys, copies * self.head_size // 2) if copies else (0, 0)
+        return (
+            Moment(states=1, numbers=qkv, wide=copies * queries + tables, unmade=2 * keys),
+            Moment(states=1, numbers=qkv + queries, wide=copies * keys + tables, unmade=2 * keys),
+            # Keys and values are averaged one after the other: two operands and two results, a sum's included.
+            Moment(states=1, numbers=qkv + rotated, folded=4 * keys),
+            # What was gathered is copied, heads last, and projected.
+            Moment(states=2, numbers=qkv + 2 * queries + rotated),
+        )
 
 
 def check_heads(dim: int, num_heads: int, num_kv_heads: int) -> None:

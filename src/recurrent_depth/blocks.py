@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import At, BlockCost, KeyValues
+from recurrent_depth.moments import Moment
 from recurrent_depth.residual import Residual, ResidualProjection
 
 
@@ -47,7 +48,7 @@ class SwiGLU(nn.Module):
 
     def cost(self) -> BlockCost:
         """All three layers."""
-        return linear_cost(self)
+        return linear_cost(self, num_widest=3)
 
 
 class Block(nn.Module, abc.ABC):
@@ -62,7 +63,7 @@ class Block(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def cost(self) -> BlockCost:
-        """Its matrix FLOPs per token."""
+        """Its matrix FLOPs and its memory per token."""
 
 
 class PlainBlock(Block):
@@ -102,7 +103,8 @@ class TransformerBlock(Block):
 
     def cost(self) -> BlockCost:
         """Attention and MLP."""
-        return self.attention.cost().plus(self.mlp.cost())
+        # Each branch reads a norm's output; the block's input is held beside it, then the sum behind attention too.
+        return self.attention.cost().beside(1).plus(self.mlp.cost().beside(2))
 
 
 class Stack(nn.Module):
@@ -139,9 +141,16 @@ class Stack(nn.Module):
         return total
 
 
-def linear_cost(module: nn.Module) -> BlockCost:
-    """The cost of every linear layer of a module, each run once per token."""
-    return BlockCost(linear=sum(2 * m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)))
+def linear_cost(module: nn.Module, num_widest: int = 2) -> BlockCost:
+    """The cost of every linear layer of a module, each run once per token.
+
+    Alive at once are its input and `num_widest` tensors as wide as its widest layer.
+    """
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    widest = max((max(m.in_features, m.out_features) for m in layers), default=0)
+    return BlockCost(
+        linear=sum(2 * m.weight.numel() for m in layers), live=(Moment(states=1, numbers=num_widest * widest),)
+    )
 
 
 def check_call(module: nn.Module, otherwise: str, num_arguments: int) -> None:

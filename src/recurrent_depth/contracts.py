@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from recurrent_depth.moments import Moment
+
 Tree = Any
 """A tensor, or tuples, lists, dictionaries and None of them, nested."""
 
@@ -158,14 +160,28 @@ class PartCost(NamedTuple):
 
 
 class BlockCost(NamedTuple):
-    """Matrix FLOPs per token of a block: `linear + per_key * keys`, for a token that attends to so many keys."""
+    """What a block costs per token: matrix FLOPs, `linear + per_key * keys` where it attends to so many, and memory.
+
+    Attributes:
+        linear: FLOPs, however many keys there are.
+        per_key: FLOPs for each key.
+        cached: numbers that it stores in a cache, keys and values together.
+        live: the moments at which most may be alive in a forward without gradients, from the block's input on.
+    """
 
     linear: int = 0
     per_key: int = 0
+    cached: int = 0
+    live: tuple[Moment, ...] = ()
 
     def plus(self, other: "BlockCost") -> "BlockCost":
-        """Both blocks' work together."""
-        return BlockCost(self.linear + other.linear, self.per_key + other.per_key)
+        """One block's work after the other's."""
+        live = tuple(dict.fromkeys(self.live + other.live))
+        return BlockCost(self.linear + other.linear, self.per_key + other.per_key, self.cached + other.cached, live)
+
+    def beside(self, num_states: int) -> "BlockCost":
+        """The same work while so many more tensors as wide as the state are held."""
+        return self._replace(live=tuple(moment.plus(Moment(num_states)) for moment in self.live))
 
 
 class UpdateCost(NamedTuple):

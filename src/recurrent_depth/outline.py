@@ -13,9 +13,10 @@ class Outline(NamedTuple):
 
     Attributes:
         layout: its blocks, and full depth.
-        prelude: matrix FLOPs of the blocks before the loop.
-        core: matrix FLOPs of the blocks in the loop, for one step.
-        coda: matrix FLOPs of the blocks behind the loop.
+        dim: the width of the state.
+        prelude: what the blocks before the loop cost.
+        core: what the blocks in the loop cost, for one step.
+        coda: what the blocks behind the loop cost.
         update: what the update spends beside the blocks in so many steps.
         head: matrix FLOPs of the head per token.
         num_parameters: all unique parameters.
@@ -26,6 +27,7 @@ class Outline(NamedTuple):
     """
 
     layout: Layout
+    dim: int
     prelude: BlockCost
     core: BlockCost
     coda: BlockCost
@@ -36,6 +38,11 @@ class Outline(NamedTuple):
     num_position_parameters: int
     context_length: int | None
     checkpointing: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        return self.head // (2 * self.dim)
 
     def length(self, tokens: int | None) -> int:
         """How long a sequence to count: `tokens`, or else all positions that were learned.
@@ -59,6 +66,7 @@ def outline(model: RecurrentTransformer | Outline) -> Outline:
     position = parameters.get("embed.position.weight")
     return Outline(
         layout=model.layout,
+        dim=parameters["embed.token.weight"].shape[1],
         prelude=model.prelude.cost(),
         core=model.core.stack.cost(),
         coda=model.coda.cost(),
