@@ -1,6 +1,6 @@
 """A forward over new tokens that follow those which a cache holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -125,40 +125,31 @@ class OpenForward(NamedTuple):
         logits_to_keep: int | None = None,
     ) -> Tensor:
         """Logits after so many steps."""
-        if self._compiles(model, tokens, num_steps):
-            return self._compiled_logits(model, tokens, num_steps)
+        if model.decode is not None and self._fixed(model, tokens, num_steps):
+            return self._compiled_logits(model.decode, model, tokens, num_steps)
         logits = model(tokens, num_steps, **self.where(), kv=self.turn.kv(), logits_to_keep=logits_to_keep)
         settle(self.turn)
         return logits
 
-    def _compiles(self, model: RecurrentTransformer, tokens: Tensor, num_steps: object) -> bool:
-        """A compiled step is for one token per row, once all slots are there, and for one depth."""
-        begun = tokens.shape[1] == 1 and 0 < self.cache.length
-        fixed = self.cache.max_tokens is not None and self.turn.span.in_place
+    def _fixed(self, model: RecurrentTransformer, tokens: Tensor, num_steps: object) -> bool:
+        """Whether nothing but values of tensors will change from token to token: what a compiled step is for."""
         steps = model.num_steps if num_steps is None else num_steps
-        if not (model.decode and begun and fixed and isinstance(steps, int)):
+        begun, fixed = self.cache.length > 0, self.cache.max_tokens is not None and self.turn.span.in_place
+        if not (tokens.shape[1] == 1 and begun and fixed and isinstance(steps, int)):
             return False
         return self.cache.policy.num_copies(steps) <= self.cache.num_copies
 
-    def _compiled_logits(self, model: RecurrentTransformer, tokens: Tensor, num_steps: Any) -> Tensor:
-        length, room = self.cache.length, self.cache.capacity
-        seen = torch.arange(room, device=self.device) <= length
-        mask, positions = seen[None, None], torch.tensor([[length]], device=self.device)
+    def _compiled_logits(
+        self, compiled: Callable[..., Tensor], model: RecurrentTransformer, tokens: Tensor, num_steps: Any
+    ) -> Tensor:
+        turn, length, room, batch = self.turn, self.cache.length, self.cache.capacity, len(tokens)
+        mask = (torch.arange(room, device=self.device) <= length).expand(batch, 1, room)
+        positions = torch.full((batch, 1), length, device=self.device)
         if self.padding is not None:
             mask = mask & F.pad(self.padding, (0, room - length - 1))[:, None]
             positions = self.padding.sum(1, keepdim=True) - 1
-        turn = self.turn
-        return model.decode(
-            model,
-            tokens,
-            num_steps,
-            mask,
-            positions,
-            positions.new_tensor([length]),
-            turn.slots,
-            turn.valid,
-            turn.policy,
-        )
+        where = mask.contiguous(), positions, torch.tensor([length], device=self.device)
+        return compiled(model, tokens.clone(), num_steps, *where, turn.slots, turn.valid, turn.policy)
 
     def left(self, model: RecurrentTransformer, tokens: Tensor, rule: ExitRule, num_steps: int | None) -> Left:
         """Logits under an exit rule."""
@@ -195,7 +186,8 @@ def decode(
     policy: KVStepPolicy,
 ) -> Tensor:
     """A whole forward of one token per row, in which only values of tensors change with the length of the text."""
-    turn = Turn(slots, valid, policy, Places(place), shape=tuple(tokens.shape), length=1, capacity=mask.shape[-1])
+    shape = (tokens.shape[0], tokens.shape[1])
+    turn = Turn(slots, valid, policy, Places(place), shape=shape, length=1, capacity=mask.shape[-1])
     logits = model(tokens, num_steps, mask=mask, positions=positions, kv=turn.kv())
     settle(turn)
     return logits
