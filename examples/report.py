@@ -10,7 +10,8 @@ from journal import read_journal
 from models import has_gate
 from plan import Job
 from plots import plot
-from sample import load_model, load_tokenizer, sample
+from sample import Arguments as SampleArguments
+from sample import continuation, load_model, load_tokenizer
 
 from recurrent_depth import accounting
 
@@ -81,7 +82,7 @@ def _write(job: Job, device: torch.device) -> dict[str, str]:
     model, config = load_model(job.folder)
     tokenizer = load_tokenizer(job.folder, config)
     prompt = [int(token) for token in tokenizer.encode("prompt", PROMPT.encode())]
-    written = sample(model.to(device), prompt, window=config["data"]["window"], max_new_tokens=300)
+    written = continuation(model.to(device), prompt, SampleArguments(max_new_tokens=300))
     return {"model": job.name, "text": tokenizer.decode([*prompt, *written]).decode(errors="replace")}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -30,12 +30,21 @@ class Arguments:
     """How many tokens to write."""
     num_steps: int | None = None
     """Steps of the loop; fewer leave early. By default all."""
+    exit_below: float | None = None
+    """Leave the loop, token by token, once the gate writes a smaller share than this."""
+    kv: Literal["all", "first", "last", "mean"] = "all"
+    """Which steps' keys and values are kept for later tokens; all is exact."""
     temperature: float = 0.8
     """0 takes the likeliest token each time; 1 samples as the model says."""
     top_k: int | None = None
     """Choose among the likeliest so many only."""
+    top_p: float | None = None
+    """Choose among the likeliest tokens that make up this share only."""
     seed: int = 0
     """Of the choice."""
+
+
+POLICIES = {"all": rd.KeepAll, "first": rd.KeepFirst, "last": rd.KeepLast, "mean": rd.KeepMean}
 
 
 def load_model(folder: Path) -> tuple[rd.RecurrentTransformer, dict[str, Any]]:
@@ -64,49 +73,36 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     return Bytes() if kind == "bytes" else BytePairs.load(folder.parent / "tokenizer.json")
 
 
-@torch.no_grad()
-def sample(
-    model: rd.RecurrentTransformer,
-    tokens: list[int],
-    *,
-    window: int,
-    max_new_tokens: int,
-    num_steps: int | None = None,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    seed: int = 0,
-) -> Iterator[int]:
-    """Yields the tokens that follow, one by one; each costs a forward over the last `window` tokens.
+def continuation(model: rd.RecurrentTransformer, tokens: list[int], arguments: Arguments) -> Iterator[int]:
+    """The tokens that follow, each as soon as it is chosen.
 
     Raises:
-        ValueError: if there is no prompt, or a number is out of its range.
+        ValueError: if there is no prompt, a number is out of its range, or the model has learned too few positions.
     """
-    _check(tokens, max_new_tokens, temperature, top_k)
-    device, tokens = model.norm.weight.device, list(tokens)
-    generator = torch.Generator(device).manual_seed(seed)
-    for _ in range(max_new_tokens):
-        logits = model(torch.tensor([tokens[-window:]], device=device), num_steps)[0, -1].float()
-        tokens.append(_choose(logits, temperature, top_k, generator))
-        yield tokens[-1]
-
-
-def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    if top_k is not None:
-        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.numel())).values[-1], -torch.inf)
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-
-
-def _check(tokens: list[int], max_new_tokens: int, temperature: float, top_k: int | None) -> None:
     if not tokens:
         raise ValueError("prompt is empty, but must hold at least one token.")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, but must be at least 1.")
-    if not temperature >= 0:
-        raise ValueError(f"temperature is {temperature}, but must be at least 0.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k is {top_k}, but must be at least 1.")
+    sampling = rd.Sampling(arguments.temperature or 1.0, arguments.top_k, arguments.top_p)
+    new = rd.stream(
+        model,
+        torch.tensor([tokens], device=model.norm.weight.device),
+        max_new_tokens=room(model, tokens, arguments.max_new_tokens),
+        num_steps=arguments.num_steps,
+        kv=POLICIES[arguments.kv](),
+        exit=None if arguments.exit_below is None else rd.GateClosed(below=arguments.exit_below),
+        choose=rd.Greedy() if arguments.temperature == 0 else sampling,
+        seed=arguments.seed,
+    )
+    return (int(token) for token in new)
+
+
+def room(model: rd.RecurrentTransformer, tokens: list[int], wanted: int) -> int:
+    """How many tokens can be written: all that are wanted, or as many as positions are learned for."""
+    learned = model.embed.num_positions
+    if learned is None or len(tokens) + wanted - 1 <= learned or len(tokens) > learned:
+        return wanted
+    left = learned - len(tokens) + 1
+    print(f"The model learned {learned} positions: {left} tokens in place of {wanted}.", file=sys.stderr)
+    return left
 
 
 def main(arguments: Arguments) -> None:
@@ -115,16 +111,7 @@ def main(arguments: Arguments) -> None:
     tokenizer = load_tokenizer(arguments.run, config)
     prompt = arguments.prompt.encode()
     tokens = [int(token) for token in tokenizer.encode("prompt", prompt)]
-    written = sample(
-        model,
-        tokens,
-        window=config["data"]["window"],
-        max_new_tokens=arguments.max_new_tokens,
-        num_steps=arguments.num_steps,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-    )
+    written = continuation(model, tokens, arguments)
     first = next(written)  # so that errors and warnings come before the text
     sys.stdout.buffer.write(prompt)
     waiting: list[int] = []

@@ -470,7 +470,7 @@ def test_text_of_every_depth_comes_from_that_depth(finished, capfd) -> None:
     for depth in (1, 2, 3, None):
         tokens = list(b"def ")
         for _ in range(20):
-            tokens.append(int(model(torch.tensor([tokens[-16:]]), depth)[0, -1].argmax()))
+            tokens.append(int(model(torch.tensor([tokens]), depth)[0, -1].argmax()))
         expected = bytes(tokens).decode(errors="replace")
         for options in ({"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}):
             assert write(folder, capfd, num_steps=depth, **options) == expected + "\n"
@@ -490,6 +490,8 @@ def test_a_bpe_writes_whole_characters(text: Path, tmp_path: Path, capfd) -> Non
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"exit_below": -1.0}, "below is -1.0"),
         ({"num_steps": 0}, "num_steps is 0"),
     ],
 )
