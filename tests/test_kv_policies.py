@@ -105,6 +105,8 @@ def test_a_mask_may_be_left_out_where_all_new_tokens_are_real(recipe, build, dra
     cache.crop(script.ends[-1])
     expected = rd.extend(model, last, cache, mask=torch.cat([script.mask, real], dim=1))
     assert_close(torch.cat(found, dim=1), expected, atol=1e-9 * expected.abs().max().item(), rtol=1e-9)
+    cache.crop(script.ends[-1])
+    assert_close(rd.extend(model, last, cache), expected, rtol=0, atol=0)
 
 
 @every_policy
