@@ -43,13 +43,25 @@ class KeyValues(abc.ABC):
     ) -> tuple[Float[Tensor, "batch head key size"], Float[Tensor, "batch head key size"]]:
         """Takes the current tokens' keys and values; returns all that the current tokens attend to, newest last."""
 
+    @property
+    def valid(self) -> Bool[Tensor, "batch key"] | None:
+        """Which of those keys hold something; None where all do. With a router, tokens that it left out don't."""
+        return None
+
 
 class ModelKeyValues(NamedTuple):
-    """One model's cache as its forward sees it: a view per block, and for the core a view per step and block."""
+    """One model's cache as its forward sees it. Each of the three gives a sequence of views, one per block.
 
-    prelude: Sequence[KeyValues]
-    core: Callable[[int], Sequence[KeyValues]]
-    coda: Sequence[KeyValues]
+    Attributes:
+        prelude: called as `prelude()`.
+        core: called as `core(step)`; with `rows=` where only these rows (a slice, or indices) take the step, and with
+            `pick=` where only the picked tokens do: they look at all keys, the others' as holes that `valid` tells.
+        coda: called as `coda()`; with `rows=` where only these rows are looked at.
+    """
+
+    prelude: Callable[..., Sequence[KeyValues]]
+    core: Callable[..., Sequence[KeyValues]]
+    coda: Callable[..., Sequence[KeyValues]]
 
 
 class Pick(NamedTuple):
