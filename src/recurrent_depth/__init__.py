@@ -23,7 +23,7 @@ from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
 from recurrent_depth.decoding import Left, compile_decoding, extend, extend_until
 from recurrent_depth.depth import Depth, Layout
 from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
-from recurrent_depth.exits import AtLeast, ExitAfter, ExitRule, LearnedExit, exit_law, leaving
+from recurrent_depth.exits import AtLeast, ExitAfter, ExitRule, LearnedExit, exit_law
 from recurrent_depth.forms import Form, GPT2Form, LlamaForm
 from recurrent_depth.gate import AnchoredGate, DepthGate, JointNormGate, WriteShare
 from recurrent_depth.generation import generate, stream
@@ -149,7 +149,6 @@ __all__ = [
     "initial_state",
     "initialise",
     "last_step_loss",
-    "leaving",
     "linear_ramp",
     "map_tensors",
     "naive",

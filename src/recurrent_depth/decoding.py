@@ -12,9 +12,9 @@ from recurrent_depth.cache import DepthCache
 from recurrent_depth.checks import checked_padding
 from recurrent_depth.contracts import At
 from recurrent_depth.depth import Depth, require_whole
+from recurrent_depth.early_exit import leave_early, rows_of_model
 from recurrent_depth.exits import ExitRule
 from recurrent_depth.kv_policy import KVStepPolicy
-from recurrent_depth.leaving import leave_early, rows_of_model
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.settling import settle
 from recurrent_depth.slots import Key, Places, Slot
