@@ -30,7 +30,7 @@ def generate(
     choose: TokenChoice | None = None,
     stop_tokens: Sequence[int] = (),
     seed: int | None = None,
-) -> Int[Tensor, "batch token"]:
+) -> Int[Tensor, "batch text"]:
     """Prompt and continuation of each row.
 
     Under `KeepAll`, the default, and greedy choice the continuation is token for token what the model without a cache
@@ -70,7 +70,8 @@ def generate(
         stop_tokens=stop_tokens,
         seed=seed,
     )
-    return torch.cat([prompt, *(tokens[:, None].to(prompt.dtype) for tokens in new)], dim=1)
+    # Joining promotes: a prompt of bytes cannot hold every token of a vocabulary.
+    return torch.cat([prompt, *(tokens[:, None] for tokens in new)], dim=1)
 
 
 def stream(
@@ -172,7 +173,7 @@ def _stream(
     new = _next(model, cache, rows, draws, None, rows.seen)
     for left in reversed(range(max_new_tokens)):
         written = written.index_copy(0, torch.tensor(rows.numbers, device=written.device), new.to(written.dtype))
-        yield written
+        yield written.clone()  # the caller's, to change as they like: rows that have ended are repeated from ours
         stay = [row for row, token in enumerate(new.tolist()) if token not in draws.stop_tokens]
         if not stay or left == 0:
             return
