@@ -161,7 +161,7 @@ def test_activations_are_what_is_alive(layout, update, form, policy, dtype):
     model = model_of(layout, form, dtype, dim=256, num_heads=4, update=update, vocab_size=2000)
     predicted, prefill, decoding = peaks(model, dtype, POLICIES[policy](layout), batch=1, prompt=192)
     assert predicted.prefill == pytest.approx(prefill, rel=0.01)
-    assert predicted.decoding == pytest.approx(decoding, rel=0.02)
+    assert predicted.decoding == pytest.approx(decoding, rel=0.03)
 
 
 @few

@@ -18,12 +18,12 @@ class Rotary(nn.Module):
     Nothing is stored, so that a model built on the meta device needs no special care.
 
     Attributes:
-        num_copies: float32 tensors of the size of `x` that are alive at once in here.
+        num_copies: tensors of the size of `x` that are alive at once in here, beside a float32 one of a narrower `x`.
 
     Reference: Su et al., 2021, arXiv 2104.09864.
     """
 
-    num_copies = 3
+    num_copies = 2
 
     def __init__(self, base: float = 10000.0):
         super().__init__()
@@ -94,8 +94,8 @@ class Attention(nn.Module):
     def forward(self, x: Float[Tensor, "batch token dim"], at: At) -> Float[Tensor, "batch token dim"]:
         """What each token gathers from the tokens that it may look at."""
         qkv = rearrange(self.qkv(x), "batch token (head size) -> batch head token size", size=self.head_size)
-        queries, keys, values = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        queries, keys = self.rotary(queries, at.positions), self.rotary(keys, at.positions)
+        rotated, values = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        queries, keys = self.rotary(rotated, at.positions).split([self.num_heads, self.num_kv_heads], dim=1)
         if at.kv is not None:
             keys, values = at.kv.update(keys, values)
         gathered = F.scaled_dot_product_attention(
@@ -130,14 +130,13 @@ class Attention(nn.Module):
 
     def _live(self, queries: int, keys: int) -> tuple[Moment, ...]:
         qkv, copies = queries + 2 * keys, getattr(self.rotary, "num_copies", 0)
-        rotated, tables = (queries + keys, copies * self.head_size // 2) if copies else (0, 0)
+        turned, tables = (queries + keys, self.head_size) if copies else (0, 0)
         return (
-            Moment(states=1, numbers=qkv, wide=copies * queries + tables, unmade=2 * keys),
-            Moment(states=1, numbers=qkv + queries, wide=copies * keys + tables, unmade=2 * keys),
+            Moment(states=1, numbers=qkv, wide=copies * turned + tables, cast=turned, unmade=2 * keys),
             # Keys and values are averaged one after the other: two operands and two results, a sum's included.
-            Moment(states=1, numbers=qkv + rotated, folded=4 * keys),
+            Moment(states=1, numbers=qkv + turned, folded=4 * keys),
             # What was gathered is copied, heads last, and projected.
-            Moment(states=2, numbers=qkv + 2 * queries + rotated),
+            Moment(states=2, numbers=qkv + 2 * queries + turned),
         )
 
 

@@ -12,13 +12,15 @@ class Moment(NamedTuple):
         states: tensors as wide as the state.
         numbers: other numbers in the model's dtype.
         wide: numbers in float32, or in the model's dtype where that is finer.
-        folded: more such numbers, if a cache's policy computes with keys and values, as a mean does.
+        cast: more numbers in float32, where the model's dtype is narrower.
+        folded: more numbers as in `wide`, if a cache's policy computes with keys and values, as a mean does.
         unmade: numbers per token of a cache that will be stored, but have no room yet.
     """
 
     states: int = 0
     numbers: int = 0
     wide: int = 0
+    cast: int = 0
     folded: int = 0
     unmade: int = 0
 
@@ -33,4 +35,5 @@ class Moment(NamedTuple):
     def num_bytes(self, dim: int, dtype: torch.dtype) -> int:
         """Bytes per token of a model of this width and dtype."""
         wide = torch.promote_types(dtype, torch.float32)
-        return (self.states * dim + self.numbers) * dtype.itemsize + self.wide * wide.itemsize
+        cast = 0 if wide == dtype else self.cast * wide.itemsize
+        return (self.states * dim + self.numbers) * dtype.itemsize + self.wide * wide.itemsize + cast

@@ -106,7 +106,7 @@ def _frame(dense: RecurrentTransformer, factory: UpdateFactory) -> _Frame:
     in_blocks = sum(p.numel() for stack in (dense.prelude, dense.core, dense.coda) for p in stack.parameters())
     return _Frame(
         dense=of,
-        block=BlockCost(blocks.linear // stored, blocks.per_key // stored),
+        block=BlockCost(blocks.linear // stored, blocks.per_key // stored, blocks.cached // stored, blocks.live),
         block_parameters=in_blocks // stored,
         update=update.cost,
         other_parameters=of.num_parameters - in_blocks + sum(p.numel() for p in update.parameters()),
@@ -126,7 +126,8 @@ def _grown(smallest: Layout, fits: Callable[[Layout], bool]) -> Iterator[Layout]
 
 
 def _times(num_blocks: int, block: BlockCost) -> BlockCost:
-    return BlockCost(num_blocks * block.linear, num_blocks * block.per_key)
+    linear, per_key, cached = (num_blocks * number for number in block[:3])
+    return BlockCost(linear, per_key, cached, block.live if num_blocks else ())
 
 
 def _check(
