@@ -130,7 +130,7 @@ class Attention(nn.Module):
 
     def _live(self, queries: int, keys: int) -> tuple[Moment, ...]:
         qkv, copies = queries + 2 * keys, getattr(self.rotary, "num_copies", 0)
-        turned, tables = (queries + keys, self.head_size) if copies else (0, 0)
+        turned, tables = (queries + keys, 3 * self.head_size // 2) if copies else (0, 0)
         return (
             Moment(states=1, numbers=qkv, wide=copies * turned + tables, cast=turned, unmade=2 * keys),
             # Keys and values are averaged one after the other: two operands and two results, a sum's included.
