@@ -127,3 +127,50 @@ def test_recomputed_steps_replay_their_noise():
         found.append(gradients(model))
     for name, gradient in found[0].items():
         assert_close(found[1][name], gradient, **close)
+
+
+@pytest.mark.parametrize("policy", [rd.KeepAll(), rd.KeepMean()], ids=["all", "mean"])
+@pytest.mark.parametrize("form", [rd.GPT2Form, rd.LlamaForm])
+def test_one_graph_decodes_a_text_of_any_length_padded_or_not(form, policy):
+    model, counter = (
+        lively(tiny(layout=rd.Layout(1, 1, 3, 1), form=form)).eval(),
+        CompileCounterWithBackend("aot_eager"),
+    )
+    prompt, mask = X[:, :4], torch.tensor([[True] * 4, [False, True, True, True]])
+    for given in (None, mask):
+        expected = rd.generate(model, prompt, max_new_tokens=9, kv=policy, mask=given)
+        rd.compile_decoding(model, backend=counter, fullgraph=True)
+        assert torch.equal(rd.generate(model, prompt, max_new_tokens=9, kv=policy, mask=given), expected)
+        model.decode = None
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_step_leaves_depths_that_differ_and_exit_rules_to_eager_code():
+    model, counter = lively(tiny(layout=rd.Layout(1, 1, 3, 1))).eval(), CompileCounterWithBackend("aot_eager")
+    calls = ({"num_steps": [1, 3]}, {"exit": rd.GateClosed(below=0.5)})
+    expected = [rd.generate(model, X[:, :4], max_new_tokens=4, **call) for call in calls]
+    rd.compile_decoding(model, backend=counter, fullgraph=True)
+    for call, text in zip(calls, expected, strict=True):
+        assert torch.equal(rd.generate(model, X[:, :4], max_new_tokens=4, **call), text)
+    assert counter.frame_count == 0
+
+
+def test_compiled_decoding_by_inductor_is_eager():
+    model = lively(tiny(layout=rd.Layout(1, 1, 3, 1))).eval()
+    found = []
+    for compiles in (False, True):
+        if compiles:
+            rd.compile_decoding(model, fullgraph=True)
+        cache = rd.DepthCache(rd.KeepMean(), max_tokens=8)
+        with torch.no_grad():
+            found.append(torch.cat([rd.extend(model, part, cache) for part in X.split([4, 1, 1, 1], dim=1)], dim=1))
+    assert_close(found[1], found[0], **close)
+
+
+def test_a_depth_for_each_row_takes_one_graph_a_change_of_the_batch_and_no_more():
+    model, counter = compiled()
+    model.eval()
+    with torch.no_grad():
+        for rows in ([1, 3, 2], [3, 1, 2], [2, 2, 1], [4, 5, 12], [12, 1, 1]):
+            model(torch.cat([X, X[:1]]), rows)
+    assert counter.frame_count <= 3
