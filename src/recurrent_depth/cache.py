@@ -78,14 +78,17 @@ class DepthCache:
             self._grow(end)
         span = Joined(self.length) if differentiable else Range(self.length, end)
         capacity = self.length if differentiable else self.capacity
-        self._open = Turn(
-            self.slots, self.valid, self.policy, span, shape=(batch, num_new), length=self.length, capacity=capacity
-        )
+        # The turn adds slots to dictionaries of its own: those of a forward that fails are forgotten with it.
+        slots, valid, shape = dict(self.slots), dict(self.valid), (batch, num_new)
+        self._open = Turn(slots, valid, self.policy, span, shape=shape, length=self.length, capacity=capacity)
         return self._open
 
     def advance(self, batch: int, num_new: int, mask: Bool[Tensor, "batch key"] | None) -> None:
         """Counts so many new tokens as seen; `mask` says which of all tokens are real."""
-        self.length, self.batch, self.mask, self._open = self.length + num_new, batch, mask, None
+        if self._open is not None:
+            self.slots, self.valid = self._open.slots, self._open.valid
+        self.length, self.batch, self._open = self.length + num_new, batch, None
+        self.mask = None if mask is None else mask.clone()  # the caller may go on to write to theirs
         self.capacity = max(self.capacity, self.length)
 
     def crop(self, length: int) -> None:
@@ -97,6 +100,9 @@ class DepthCache:
         if require_whole("length", length, at_least=0) > self.length:
             raise ValueError(f"length is {length}, but the cache holds {self.length} tokens.")
         self.length = length
+        for slot in self.slots.values():
+            # What gradients flow through is never written to again: it has no room.
+            slot.map(lambda buffer: buffer[:, :, :length] if buffer.requires_grad else buffer)
         self.mask = None if self.mask is None else self.mask[:, :length]
 
     def select(self, rows: Int[Tensor, " row"] | Bool[Tensor, " batch"]) -> None:
@@ -166,13 +172,9 @@ class DepthCache:
 
     def _clean(self) -> None:
         """Blanks what a forward left that never ended: NaNs behind a mask would still reach real tokens, as 0 * NaN."""
-        if self._open is None:
-            return
-        if self.length == 0:
-            self.reset()
-            return
-        end = self.length + self._open.shape[1]
-        for slot in self.slots.values():
-            for buffer in slot.both:
-                buffer[:, :, self.length : end] = 0
+        if self._open is not None and self._open.span.in_place:
+            end = self._open.length + self._open.shape[1]
+            for slot in self.slots.values():
+                for buffer in slot.both:
+                    buffer[:, :, self.length : end] = 0
         self._open = None

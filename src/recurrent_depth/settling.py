@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from recurrent_depth.slots import Key, Rows, rows_of
+from recurrent_depth.slots import Key, Rows, Slot, rows_of
 from recurrent_depth.turn import Turn
 
 
@@ -24,7 +24,9 @@ def settle(turn: Turn) -> None:
             valid[copy][_all(rows)] = valid[last][_all(rows)]
     for key, entry in turn.aside.items():
         slot = turn.slots[key]
-        slot.keys, slot.values = map(turn.span.stored, slot.both, entry)
+        keys, values = map(turn.span.stored, slot.both, entry)
+        if not turn.span.in_place:
+            turn.slots[key] = Slot(keys, values)  # the cache's own stays as it is until it advances
     for copy, mask in valid.items():
         turn.valid[copy] = turn.span.stored(turn.valid_of(copy, mask.device), mask[:, None, :, None])
 
