@@ -56,6 +56,7 @@ class Turn:
         self.steps: list[Step] = []
         self.aside: dict[Key, KeysValues] = {}
         self.standing: set[Key] = set()
+        self.begun: dict[Key, int] = {}
 
     def kv(self) -> ModelKeyValues:
         """What the model's forward is given."""
@@ -99,7 +100,9 @@ class Turn:
     def store(self, key: Key, new: KeysValues, views: "StepViews") -> None:
         """Folds a step's keys and values into a copy."""
         before = self.entry(key)
-        old = None if before is None else rows_of(before, views.rows)
+        # Rows that take the copy's first step apart from others have nothing there yet, though the others have.
+        apart = self.begun.setdefault(key, views.step) == views.step and views.rows is not None
+        old = None if before is None or apart else rows_of(before, views.rows)
         merged = views.policy.merge(old, new, views.taken, key.layer)
         if isinstance(views.taken, Tensor):
             merged = _picked_only(views, old, new, merged)
