@@ -93,8 +93,6 @@ class Turn:
                 "belongs to another model."
             )
         deepest = self.slots[key._replace(copy=max(copies))]
-        if max(copies) in self.valid:
-            self.valid.setdefault(key.copy, self.valid[max(copies)].clone())
         return Slot(deepest.keys.clone(), deepest.values.clone())
 
     def store(self, key: Key, new: KeysValues, views: "StepViews") -> None:
@@ -124,7 +122,9 @@ class Turn:
     def valid_of(self, copy: int, device: torch.device) -> Tensor:
         """Which tokens left something in a copy, as a buffer."""
         if copy not in self.valid:
-            self.valid[copy] = torch.ones(self.shape[0], 1, self.capacity, 1, dtype=torch.bool, device=device)
+            everything = torch.ones(self.shape[0], 1, self.capacity, 1, dtype=torch.bool, device=device)
+            # A copy deeper than all before starts with the holes of the deepest one, as it does with its keys.
+            self.valid[copy] = self.valid[max(self.valid)].clone() if self.valid else everything
         return self.valid[copy]
 
     def entry(self, key: Key) -> KeysValues | None:
@@ -207,7 +207,7 @@ class StepViews(Sequence):
 
     def _valid(self) -> Bool[Tensor, "batch key"] | None:
         copy, turn = self.policy.reads(self.step), self.turn
-        if self.part != "core" or (self.picked is None and copy not in turn.valid):
+        if self.part != "core" or (self.picked is None and not turn.valid):
             return None
         num_rows = turn.shape[0] if self.rows is None else torch.arange(turn.shape[0])[self.rows].numel()
         now = torch.ones(num_rows, turn.shape[1], dtype=torch.bool) if self.picked is None else self.picked
