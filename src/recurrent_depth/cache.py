@@ -109,7 +109,7 @@ class DepthCache:
         """Keeps these rows, in this order; a row may be named more than once, as beams are.
 
         Raises:
-            ValueError: if a row is not there.
+            ValueError: if a row is not there, or rows are neither indices nor one boolean for each.
         """
         rows = self._rows(rows)
         self._map(lambda buffer: buffer.index_select(0, rows.to(buffer.device)))
@@ -137,6 +137,11 @@ class DepthCache:
         self.mask = None if self.mask is None else change(self.mask)
 
     def _rows(self, rows: Tensor) -> Tensor:
+        if rows.ndim != 1 or rows.is_floating_point() or (rows.dtype == torch.bool and len(rows) != self.batch):
+            raise ValueError(
+                f"rows must be indices, or one boolean for each of the {self.batch} rows; got {tuple(rows.shape)} of "
+                f"{rows.dtype}."
+            )
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
         if rows.numel() == 0 or int(rows.min()) < 0 or int(rows.max()) >= (self.batch or 0):

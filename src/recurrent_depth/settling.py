@@ -12,6 +12,7 @@ from recurrent_depth.turn import Turn
 
 def settle(turn: Turn) -> None:
     """Writes what was put aside, and fills the copies that a row's steps did not reach with its last step's."""
+    _check_blocks(turn)
     core = [key for key in turn.slots if key.part == "core"]
     valid = _valid(turn, core)
     for rows, depth in _depths(turn):
@@ -29,6 +30,15 @@ def settle(turn: Turn) -> None:
             turn.slots[key] = Slot(keys, values)  # the cache's own stays as it is until it advances
     for copy, mask in valid.items():
         turn.valid[copy] = turn.span.stored(turn.valid_of(copy, mask.device), mask[:, None, :, None])
+
+
+def _check_blocks(turn: Turn) -> None:
+    for part, _, layer in turn.slots:
+        if (part, layer) not in turn.visited and (part != "core" or turn.steps):
+            raise ValueError(
+                f"The cache holds something for block {layer} of the {part}, but the model ran no such block: it "
+                "belongs to another model."
+            )
 
 
 def _depths(turn: Turn) -> Iterator[tuple[Rows, int]]:

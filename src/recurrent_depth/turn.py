@@ -57,6 +57,7 @@ class Turn:
         self.aside: dict[Key, KeysValues] = {}
         self.standing: set[Key] = set()
         self.begun: dict[Key, int] = {}
+        self.visited: set[tuple[str, int]] = set()
 
     def kv(self) -> ModelKeyValues:
         """What the model's forward is given."""
@@ -196,6 +197,7 @@ class StepViews(Sequence):
         """Takes a block's keys and values; gives those that its queries look at."""
         if self.pick is not None:
             new = KeysValues(*(self._spread(x.transpose(1, 2)).transpose(1, 2) for x in new))
+        self.turn.visited.add((self.part, layer))
         read, write = self.read(layer), Key(self.part, self.policy.writes(self.step), layer)
         slot = self.turn.slot(read, new)
         if write != read:
