@@ -6,6 +6,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from recurrent_depth.kv_policy import KeysValues
 from recurrent_depth.slots import Key, Rows, Slot, rows_of
 from recurrent_depth.turn import Turn
 
@@ -14,13 +15,19 @@ def settle(turn: Turn) -> None:
     """Writes what was put aside, and fills the copies that a row's steps did not reach with its last step's."""
     _check_blocks(turn)
     core = [key for key in turn.slots if key.part == "core"]
-    valid = _valid(turn, core)
-    for rows, depth in _depths(turn):
+    depths = list(_depths(turn))
+    valid = _valid(turn, core, always=all(depth > 0 for _, depth in depths))
+    for rows, depth in depths:
         written = {turn.policy.writes(step) for step in range(depth)}
+        missing = [key for key in core if key.copy not in written]
+        if depth == 0:
+            for key in missing:
+                _put(turn, key, _blank(turn, key, rows), rows)
+            continue
         last = turn.policy.writes(depth - 1)
-        for key in core:
-            if key.copy not in written:
-                _fill(turn, key, key._replace(copy=last), rows)
+        for key in missing:
+            source = key._replace(copy=last)
+            _put(turn, key, rows_of(turn.entry(source) or turn.standing_in(source), rows), rows)
         for copy in valid.keys() - written:
             valid[copy][_all(rows)] = valid[last][_all(rows)]
     for key, entry in turn.aside.items():
@@ -42,9 +49,9 @@ def _check_blocks(turn: Turn) -> None:
 
 
 def _depths(turn: Turn) -> Iterator[tuple[Rows, int]]:
-    """The rows and how many steps they took, in runs of equal depth."""
+    """The rows and how many steps they took, up to the last one that ran blocks, in runs of equal depth."""
     if all(step.rows is None for step in turn.steps):
-        yield None, turn.steps[-1].step + 1
+        yield None, turn.steps[-1].step + 1 if turn.steps else 0
         return
     depths = [0] * turn.shape[0]
     for step, rows, _ in turn.steps:
@@ -65,8 +72,7 @@ def _all(rows: Rows) -> slice | Tensor:
     return slice(None) if rows is None else rows
 
 
-def _fill(turn: Turn, key: Key, source: Key, rows: Rows) -> None:
-    part = rows_of(turn.entry(source) or turn.standing_in(source), rows)
+def _put(turn: Turn, key: Key, part: KeysValues, rows: Rows) -> None:
     if turn.span.in_place and key not in turn.aside:
         for buffer, x in zip(turn.slots[key].both, part, strict=True):
             turn.span.put(buffer, rows, x)  # pyright: ignore[reportAttributeAccessIssue]
@@ -74,12 +80,18 @@ def _fill(turn: Turn, key: Key, source: Key, rows: Rows) -> None:
         turn.aside[key] = turn.with_rows(turn.aside.get(key), part, rows)
 
 
-def _valid(turn: Turn, core: list[Key]) -> dict[int, Tensor]:
+def _blank(turn: Turn, key: Key, rows: Rows) -> KeysValues:
+    """What rows leave in a copy if no step ran the blocks: nobody sees it, but it must be numbers."""
+    some = (buffer[_all(rows)] for buffer in turn.slots[key].both)
+    return KeysValues(*(x.new_zeros(*x.shape[:2], turn.shape[1], x.shape[3]) for x in some))
+
+
+def _valid(turn: Turn, core: list[Key], *, always: bool) -> dict[int, Tensor]:
     """By copy, which of the new tokens left something there; nothing where all tokens always do."""
     masks = [step.picked for step in turn.steps if step.picked is not None]
-    if not masks and not turn.valid:
+    if not core or (always and not masks and not turn.valid):
         return {}
-    device = (masks or list(turn.valid.values()))[0].device
+    device = turn.slots[core[0]].keys.device
     valid = {key.copy: torch.zeros(turn.shape, dtype=torch.bool, device=device) for key in core}
     for step, rows, picked in turn.steps:
         valid[turn.policy.writes(step)][_all(rows)] |= True if picked is None else picked

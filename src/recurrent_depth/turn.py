@@ -150,7 +150,7 @@ class Turn:
         """How many steps the new tokens of these rows took before; (batch, 1, token, 1) where tokens are picked."""
         masks = [mask for mask in (picked, *(before.picked for before in self.steps)) if mask is not None]
         if not masks:
-            return step
+            return len({before.step for before in self.steps} - {step})
         count = torch.zeros(self.shape, dtype=torch.long, device=masks[0].device)
         for _, of, mask in self.steps:
             count[slice(None) if of is None else of] += 1 if mask is None else mask.long()
