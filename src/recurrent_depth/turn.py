@@ -102,7 +102,13 @@ class Turn:
         # Rows that take the copy's first step apart from others have nothing there yet, though the others have.
         apart = self.begun.setdefault(key, views.step) == views.step and views.rows is not None
         old = None if before is None or apart else rows_of(before, views.rows)
-        merged = views.policy.merge(old, new, views.taken, key.layer)
+        # Counts as fine as what is merged by them: 1 over a tensor of integers would be float32 in a double model.
+        taken = (
+            views.taken.to(torch.promote_types(new.keys.dtype, torch.float32))
+            if isinstance(views.taken, Tensor)
+            else views.taken
+        )
+        merged = views.policy.merge(old, new, taken, key.layer)
         if isinstance(views.taken, Tensor):
             merged = _picked_only(views, old, new, merged)
         elif merged is new and key == views.read(key.layer) and self.span.in_place and key not in self.aside:
