@@ -9,16 +9,15 @@ round. What a ratio should be is predicted from executed FLOPs before it is meas
 import argparse
 import os
 import platform
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from live_bytes import LiveBytes
+from side_by_side import ratio, side_by_side
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import recurrent_depth as rd
@@ -72,34 +71,6 @@ def training_step(model: nn.Module, tokens: Tensor, dtype: torch.dtype) -> Calla
         optimizer.zero_grad(set_to_none=True)
 
     return run
-
-
-def seconds(run: Callable[[], None], device: str) -> float:
-    """How long one call takes."""
-    begin = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def side_by_side(runs: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each run, round by round; the order turns, so that no model always follows the same one."""
-    names, times = list(runs), {name: [] for name in runs}
-    for name in names:
-        seconds(runs[name], device)
-    for turn in tqdm(range(rounds), leave=False):
-        for shift in range(len(names)):
-            name = names[(turn + shift) % len(names)]
-            times[name].append(seconds(runs[name], device))
-    return times
-
-
-def ratio(times: dict[str, list[float]], of: str, to: str) -> str:
-    """The median of the ratio within a round, and its quartiles."""
-    ratios = [a / b for a, b in zip(times[of], times[to], strict=True)]
-    low, _, high = quantiles(ratios, n=4)
-    return f"{median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
 def predicted(name: str) -> float:
