@@ -20,6 +20,7 @@ from recurrent_depth.settling import settle
 from recurrent_depth.slots import Key, Places, Slot
 from recurrent_depth.turn import Turn
 from recurrent_depth.update import DepthState
+from recurrent_depth.views import views_of
 
 
 def extend(
@@ -127,7 +128,7 @@ class OpenForward(NamedTuple):
         """Logits after so many steps."""
         if model.decode is not None and self._fixed(model, tokens, num_steps):
             return self._compiled_logits(model.decode, model, tokens, num_steps)
-        logits = model(tokens, num_steps, **self.where(), kv=self.turn.kv(), logits_to_keep=logits_to_keep)
+        logits = model(tokens, num_steps, **self.where(), kv=views_of(self.turn), logits_to_keep=logits_to_keep)
         settle(self.turn)
         return logits
 
@@ -156,7 +157,7 @@ class OpenForward(NamedTuple):
         if tokens.shape[1] != 1:
             raise ValueError(f"An exit rule lets rows leave at one new token each, got {tokens.shape[1]} tokens.")
         most = model.num_steps if num_steps is None else require_whole("num_steps", num_steps, at_least=1)
-        kv = self.turn.kv()
+        kv = views_of(self.turn)
         begun = model.begin(tokens, most, **self.where(), kv=kv)
 
         def readout(state: DepthState, at: At, rows: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ def decode(
     """A whole forward of one token per row, in which only values of tensors change with the length of the text."""
     shape = (tokens.shape[0], tokens.shape[1])
     turn = Turn(slots, valid, policy, Places(place), shape=shape, length=1, capacity=mask.shape[-1])
-    logits = model(tokens, num_steps, mask=mask, positions=positions, kv=turn.kv())
+    logits = model(tokens, num_steps, mask=mask, positions=positions, kv=views_of(turn))
     settle(turn)
     return logits
 

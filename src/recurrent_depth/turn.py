@@ -1,18 +1,13 @@
-"""One forward's business with a cache: what the blocks see at each step, and what becomes of their keys and values."""
+"""One forward's business with a cache: where its keys and values stand, and what is put aside for later tokens."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
-from recurrent_depth.contracts import KeyValues, ModelKeyValues, Pick
-from recurrent_depth.kv_policy import KeepLast, KeysValues, KVStepPolicy
-from recurrent_depth.slots import Key, Rows, Slot, Span, rows_of
-
-OUTSIDE = KeepLast()
-"""The policy of blocks outside of the loop: where the coda is run again, to look at an exit, the last time stays."""
+from recurrent_depth.kv_policy import KeysValues, KVStepPolicy
+from recurrent_depth.slots import Key, Rows, Slot, Span
 
 
 class Step(NamedTuple):
@@ -38,6 +33,13 @@ class Turn:
         shape: rows, and new tokens.
         length: tokens seen.
         capacity: of slots that are made.
+
+    Attributes:
+        steps: of the loop, that were begun.
+        aside: what copies shall hold of the new tokens, where their buffers show something else.
+        standing: copies whose buffers show just what they shall hold.
+        begun: the first step that wrote to a copy.
+        visited: the blocks that ran.
     """
 
     def __init__(
@@ -58,19 +60,6 @@ class Turn:
         self.standing: set[Key] = set()
         self.begun: dict[Key, int] = {}
         self.visited: set[tuple[str, int]] = set()
-
-    def kv(self) -> ModelKeyValues:
-        """What the model's forward is given."""
-        return ModelKeyValues(
-            prelude=lambda rows=None: StepViews(self, "prelude", OUTSIDE, 0, rows),
-            core=self._core,
-            coda=lambda rows=None: StepViews(self, "coda", OUTSIDE, 0, rows),
-        )
-
-    def _core(self, step: int, rows: Rows = None, pick: Pick | None = None) -> "StepViews":
-        views = StepViews(self, "core", self.policy, step, rows, pick)
-        self.steps.append(Step(step, rows, views.picked))
-        return views
 
     def slot(self, key: Key, like: KeysValues) -> Slot:
         """The slot of that name; a copy deeper than all before starts as what the deepest one holds."""
@@ -96,29 +85,11 @@ class Turn:
         deepest = self.slots[key._replace(copy=max(copies))]
         return Slot(deepest.keys.clone(), deepest.values.clone())
 
-    def store(self, key: Key, new: KeysValues, views: "StepViews") -> None:
-        """Folds a step's keys and values into a copy."""
-        before = self.entry(key)
-        # Rows that take the copy's first step apart from others have nothing there yet, though the others have.
-        apart = self.begun.setdefault(key, views.step) == views.step and views.rows is not None
-        old = None if before is None or apart else rows_of(before, views.rows)
-        # Counts as fine as what is merged by them: 1 over a tensor of integers would be float32 in a double model.
-        taken = (
-            views.taken.to(torch.promote_types(new.keys.dtype, torch.float32))
-            if isinstance(views.taken, Tensor)
-            else views.taken
-        )
-        merged = views.policy.merge(old, new, taken, key.layer)
-        if isinstance(views.taken, Tensor):
-            merged = _picked_only(views, old, new, merged)
-        elif merged is new and key == views.read(key.layer) and self.span.in_place and key not in self.aside:
-            self.standing.add(key)  # the buffer is about to show just that
-            return
-        if merged is old and key not in self.standing:
-            return
-        alone = views.rows is None and merged is not old
-        self.aside[key] = merged if alone else self.with_rows(before, merged, views.rows)
-        self.standing.discard(key)
+    def keep(self, key: Key, before: KeysValues | None, merged: KeysValues, rows: Rows, *, changed: bool) -> None:
+        """Puts aside what a copy shall hold of these rows, unless it is what lies aside already."""
+        if changed or key in self.standing:
+            self.aside[key] = merged if changed and rows is None else self.with_rows(before, merged, rows)
+            self.standing.discard(key)
 
     def save(self, key: Key) -> None:
         """Puts aside what stands in a buffer that a step of another copy is about to overwrite."""
@@ -161,91 +132,3 @@ class Turn:
         for _, of, mask in self.steps:
             count[slice(None) if of is None else of] += 1 if mask is None else mask.long()
         return (count if rows is None else count[rows])[:, None, :, None]
-
-
-def _picked_only(views: "StepViews", old: KeysValues | None, new: KeysValues, merged: KeysValues) -> KeysValues:
-    """Of tokens that were never picked before, the new; of those that are not picked now, the old."""
-    first = torch.as_tensor(views.taken == 0)
-    if old is not None:
-        merged = KeysValues(*(torch.where(first, x, y) for x, y in zip(new, merged, strict=True)))
-    if views.picked is None:
-        return merged
-    picked = views.picked[:, None, :, None]
-    blank = old or KeysValues(torch.zeros_like(new.keys), torch.zeros_like(new.values))
-    return KeysValues(*(torch.where(picked, x, y.to(x.dtype)) for x, y in zip(merged, blank, strict=True)))
-
-
-class StepViews(Sequence):
-    """The cache as one step of one part of the model sees it: a view for each block.
-
-    Args:
-        turn: the forward's.
-        part: which part of the model.
-        policy: which copies are read and written.
-        step: which step.
-        rows: the rows that take it.
-        pick: their tokens that do.
-    """
-
-    def __init__(
-        self, turn: Turn, part: str, policy: KVStepPolicy, step: int, rows: Rows = None, pick: Pick | None = None
-    ):
-        self.turn, self.part, self.policy, self.step, self.rows, self.pick = turn, part, policy, step, rows, pick
-        self.picked = None if pick is None else self._spread(torch.ones_like(pick.index, dtype=torch.bool))
-        self.taken = turn.taken(step, rows, self.picked)
-        self.valid = self._valid()
-
-    def read(self, layer: int) -> Key:
-        """The slot that a block reads."""
-        return Key(self.part, self.policy.reads(self.step), layer)
-
-    def update(self, layer: int, new: KeysValues) -> tuple[Tensor, Tensor]:
-        """Takes a block's keys and values; gives those that its queries look at."""
-        if self.pick is not None:
-            new = KeysValues(*(self._spread(x.transpose(1, 2)).transpose(1, 2) for x in new))
-        self.turn.visited.add((self.part, layer))
-        read, write = self.read(layer), Key(self.part, self.policy.writes(self.step), layer)
-        slot = self.turn.slot(read, new)
-        if write != read:
-            self.turn.slot(write, new)
-            self.turn.save(read)
-        self.turn.store(write, new, self)
-        show = self.turn.span.show
-        return show(slot.keys, self.rows, new.keys), show(slot.values, self.rows, new.values)
-
-    def _valid(self) -> Bool[Tensor, "batch key"] | None:
-        copy, turn = self.policy.reads(self.step), self.turn
-        if self.part != "core" or (self.picked is None and not turn.valid):
-            return None
-        num_rows = turn.shape[0] if self.rows is None else torch.arange(turn.shape[0])[self.rows].numel()
-        now = torch.ones(num_rows, turn.shape[1], dtype=torch.bool) if self.picked is None else self.picked
-        return turn.span.show(turn.valid_of(copy, now.device), self.rows, now[:, None, :, None])[:, 0, :, 0]
-
-    def _spread(self, x: Tensor) -> Tensor:
-        """What is given of the picked tokens alone, at their places among all new ones."""
-        assert self.pick is not None
-        return self.pick.scatter(x.new_zeros(len(x), self.turn.shape[1], *x.shape[2:]), x)
-
-    def __getitem__(self, layer: int) -> "BlockView":
-        return BlockView(self, layer)
-
-    def __len__(self) -> int:
-        return sum(key.part == self.part and key.copy == 0 for key in self.turn.slots)
-
-
-class BlockView(KeyValues):
-    """What one block sees of the cache at one step."""
-
-    def __init__(self, views: StepViews, layer: int):
-        self.views, self.layer = views, layer
-
-    @property
-    def valid(self) -> Bool[Tensor, "batch key"] | None:
-        """Which keys hold something; None where all do."""
-        return self.views.valid
-
-    def update(
-        self, keys: Float[Tensor, "batch head token size"], values: Float[Tensor, "batch head token size"]
-    ) -> tuple[Float[Tensor, "batch head key size"], Float[Tensor, "batch head key size"]]:
-        """The keys and values of the tokens seen, and behind them the new ones."""
-        return self.views.update(self.layer, KeysValues(keys, values))
