@@ -51,6 +51,7 @@ from recurrent_depth.residual import (
 )
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
 from recurrent_depth.search import search_layouts
+from recurrent_depth.speculation import Speculation, speculate
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.trees import map_tensors
@@ -123,6 +124,7 @@ __all__ = [
     "ResidualSandwich",
     "Rotary",
     "Sampling",
+    "Speculation",
     "Stack",
     "StepBlocks",
     "SwiGLU",
@@ -156,6 +158,7 @@ __all__ = [
     "plain",
     "presets",
     "search_layouts",
+    "speculate",
     "sqrt_ramp",
     "stream",
 ]

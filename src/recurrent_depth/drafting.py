@@ -20,6 +20,7 @@ from recurrent_depth.generation import Draws, Rows
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.trees import map_tensors
 from recurrent_depth.update import DepthState
+from recurrent_depth.views import views_of
 
 
 class Place(NamedTuple):
@@ -83,7 +84,7 @@ class Speculator(NamedTuple):
         """The distributions of the tokens behind the inputs, by the steps that the draft has left."""
         begin = self.cache.length
         opened = open_forward(rows.seen[:, begin:], self.cache)
-        kv = opened.turn.kv()
+        kv = views_of(opened.turn)
         state, at = joined(places)
         if opened.padding is not None:
             at = at._replace(mask=causal_mask(opened.padding, len(places)))
@@ -96,7 +97,7 @@ class Speculator(NamedTuple):
     def _first_steps(self, rows: Rows) -> Place:
         token = rows.seen[:, -1:]
         opened = open_forward(token, self.cache)
-        kv = opened.turn.kv()
+        kv = views_of(opened.turn)
         begun = self.model.begin(token, self.num_steps, **opened.where(), kv=kv)
         (state,) = deque(self.model.core.steps(begun.state, Depth(self.draft_steps), begun.at, kv.core), maxlen=1)
         opened.finish()
