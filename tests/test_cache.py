@@ -20,7 +20,7 @@ from user_parts import LateBlocks
 
 import recurrent_depth as rd
 from recurrent_depth import cache as cache_module
-from recurrent_depth.decoding import decode
+from recurrent_depth.compiled_decoding import decode
 
 LAYOUT = rd.Layout(1, 2, 3, 1)
 ROOM = 48

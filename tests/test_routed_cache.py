@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import recurrent_depth as rd
-from recurrent_depth.decoding import decode
+from recurrent_depth.compiled_decoding import decode
 
 
 class Routing(NamedTuple):
-    """Which tokens take a step, by a number that stands for the token: those above the bar; None is no routing."""
+    """Which tokens take a step: those whose state, in a direction of the step, is above a bar; None is no routing."""
 
     bars: list[float | None]
 
-    def chosen(self, numbers: Tensor, step: int) -> Tensor:
+    def chosen(self, h: Tensor, direction: Tensor, step: int) -> Tensor:
         bar = self.bars[step % len(self.bars)]
-        return numbers > (float("-inf") if bar is None else bar)
+        return h @ direction.roll(3 * step) > (float("-inf") if bar is None else bar)
 
 
 class RoutedByContent(rd.DepthUpdate):
@@ -44,7 +44,7 @@ class RoutedByContent(rd.DepthUpdate):
     def forward(self, state, blocks, step):
         if self.routing.bars[step % len(self.routing.bars)] is None:
             return self.inner(state, blocks, step)
-        pick = ragged(self.routing.chosen(state.h @ self.direction, step))
+        pick = ragged(self.routing.chosen(state.h, self.direction, step))
         h, write, context = rd.map_tensors(pick.gather, (state.h, state.write, state.context))
         after = self.inner(state._replace(h=h, write=write, context=context), blocks.picked(pick), step)
         h, write = rd.map_tensors(pick.scatter, (state.h, state.write), (after.h, after.write))
@@ -156,7 +156,7 @@ class RoutedRow(reference.Row):
 
     def routed_step(self, hs: list[Tensor], anchors: list[Tensor], step: int, depth: int) -> list[Tensor]:
         direction, hs = self.w["core.update.direction"], list(hs)
-        picked = [i for i, h in enumerate(hs) if self.routing.chosen(h @ direction, step)]
+        picked = [i for i, h in enumerate(hs) if self.routing.chosen(h, direction, step)]
         candidates = self.inject([hs[i] for i in picked], [anchors[i] for i in picked])
         for layer in range(self.sizes.num_core):
             name = f"core.stack.blocks.{layer}."
@@ -267,7 +267,7 @@ def chosen_at(model: rd.RecurrentTransformer, x: Tensor) -> list[Tensor]:
     update, states = model.core.update, model.trajectory(x, every_step=True).states
     anchor = model.prelude(model.embed(x, torch.arange(8)[None]), rd.At(torch.arange(8)[None]))
     hs = [anchor, *(state.h for state in states[:-1])]
-    return [update.routing.chosen(h @ update.direction, step) for step, h in enumerate(hs)]
+    return [update.routing.chosen(h, update.direction, step) for step, h in enumerate(hs)]
 
 
 def test_the_rule_of_these_tests_picks_some_and_leaves_some():

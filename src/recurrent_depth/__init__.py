@@ -6,6 +6,7 @@ from recurrent_depth.blocks import MLP, Block, PlainBlock, Stack, SwiGLU, Transf
 from recurrent_depth.builders import assemble, dense, gated, grt, naive, plain
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.choice import Greedy, Sampling, TokenChoice
+from recurrent_depth.compiled_decoding import compile_decoding
 from recurrent_depth.contracts import (
     At,
     BlockCost,
@@ -20,7 +21,7 @@ from recurrent_depth.contracts import (
 from recurrent_depth.convergence import ArgmaxStable, GateClosed, KLConverged, LatentConverged
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
-from recurrent_depth.decoding import Left, compile_decoding, extend, extend_until
+from recurrent_depth.decoding import Left, extend, extend_until
 from recurrent_depth.depth import Depth, Layout
 from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
 from recurrent_depth.exits import AtLeast, ExitAfter, ExitRule, LearnedExit, exit_law

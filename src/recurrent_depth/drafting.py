@@ -11,16 +11,16 @@ from torch.nn import functional as F
 
 from recurrent_depth.attention import causal_mask
 from recurrent_depth.cache import DepthCache
+from recurrent_depth.cached_forward import open_forward
 from recurrent_depth.choice import check_logits
 from recurrent_depth.contracts import At, ModelKeyValues
-from recurrent_depth.decoding import open_forward
 from recurrent_depth.depth import Depth
 from recurrent_depth.draw import draw
-from recurrent_depth.generation import Draws, Rows
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.trees import map_tensors
 from recurrent_depth.update import DepthState
 from recurrent_depth.views import views_of
+from recurrent_depth.writing import Draws, Rows
 
 
 class Place(NamedTuple):

@@ -15,8 +15,8 @@ from recurrent_depth.decoding import extend
 from recurrent_depth.depth import require_whole
 from recurrent_depth.drafting import Speculator
 from recurrent_depth.draw import RowStreams
-from recurrent_depth.generation import Draws, Rows, check_positions_left, checked_prompt_mask
 from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.writing import Draws, Rows, check_positions_left, checked_prompt_mask
 
 
 class Speculation(NamedTuple):

@@ -1,0 +1,81 @@
+"""A forward through a cache, from its opening to the moment at which its tokens count as seen."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from recurrent_depth.cache import DepthCache
+from recurrent_depth.checks import checked_padding
+from recurrent_depth.compiled_decoding import compiled_logits, is_fixed
+from recurrent_depth.depth import Depth
+from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.settling import settle
+from recurrent_depth.turn import Turn
+from recurrent_depth.views import views_of
+
+
+class OpenForward(NamedTuple):
+    """A forward over new tokens that has begun, and is not counted as seen before it is finished.
+
+    Attributes:
+        cache: what it adds to.
+        turn: its business with the cache.
+        padding: which of all tokens are real; None where all are.
+        device: where the tokens are.
+    """
+
+    cache: DepthCache
+    turn: Turn
+    padding: Bool[Tensor, "batch key"] | None
+    device: torch.device
+
+    def where(self) -> dict[str, Any]:
+        """Mask and positions as the model takes them."""
+        if self.padding is not None:
+            return {"mask": self.padding}
+        begin = self.cache.length
+        return {"positions": torch.arange(begin, begin + self.turn.shape[1], device=self.device)[None]}
+
+    def logits(
+        self,
+        model: RecurrentTransformer,
+        tokens: Tensor,
+        num_steps: int | Depth | Sequence[int] | None,
+        logits_to_keep: int | None = None,
+    ) -> Tensor:
+        """Logits after so many steps."""
+        steps = model.num_steps if num_steps is None else num_steps
+        if model.decode is not None and isinstance(steps, int) and is_fixed(self.cache, self.turn, steps):
+            return compiled_logits(model, tokens, self.cache, self.turn, self.padding, steps)
+        logits = model(tokens, num_steps, **self.where(), kv=views_of(self.turn), logits_to_keep=logits_to_keep)
+        settle(self.turn)
+        return logits
+
+    def finish(self) -> None:
+        """Counts the new tokens as seen."""
+        self.cache.advance(*self.turn.shape, self.padding)
+
+
+def open_forward(tokens: Tensor, cache: DepthCache, mask: Tensor | None = None) -> OpenForward:
+    """Checks tokens and mask against the cache, and opens a forward."""
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
+    padding = _padding(mask, cache, *tokens.shape)
+    turn = cache.begin(*tokens.shape, differentiable=torch.is_grad_enabled())
+    return OpenForward(cache, turn, padding, tokens.device)
+
+
+def _padding(mask: Tensor | None, cache: DepthCache, batch: int, num_new: int) -> Tensor | None:
+    if mask is None:
+        if cache.mask is None:
+            return None
+        return torch.cat([cache.mask, cache.mask.new_ones(len(cache.mask), num_new)], dim=1)
+    if isinstance(mask, Tensor) and mask.shape != (batch, cache.length + num_new):
+        raise ValueError(
+            f"mask must be {(batch, cache.length + num_new)}, over the {cache.length} tokens in the cache and the "
+            f"{num_new} new ones; got {tuple(mask.shape)}."
+        )
+    return checked_padding(mask, batch, num_new, cached=True)

@@ -1,0 +1,92 @@
+"""The rows of text that decoding writes, how their next tokens are chosen, and what a prompt must be."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from recurrent_depth.checks import checked_padding
+from recurrent_depth.choice import TokenChoice, check_logits
+from recurrent_depth.draw import RowStreams
+from recurrent_depth.model import RecurrentTransformer
+
+
+class Draws(NamedTuple):
+    """How tokens are chosen, and which of them end a row.
+
+    Attributes:
+        choose: makes a distribution of logits.
+        streams: the random numbers of each row.
+        stop_tokens: end a row.
+    """
+
+    choose: TokenChoice
+    streams: RowStreams
+    stop_tokens: frozenset[int]
+
+    def next(self, logits: Tensor, rows: "Rows") -> Tensor:
+        """The next token of each row."""
+        check_logits(logits)
+        return self.choose.choose(logits, rows.seen, rows.mask, lambda: self.streams.uniforms(rows.numbers))
+
+
+class Rows(NamedTuple):
+    """The rows that are still being written, deepest first.
+
+    Attributes:
+        numbers: which rows of the prompt they are.
+        seen: prompt and continuation so far.
+        mask: which of that is real; None where all is.
+        depths: the steps that each takes.
+    """
+
+    numbers: list[int]
+    seen: Int[Tensor, "row token"]
+    mask: Bool[Tensor, "row token"] | None
+    depths: list[int]
+
+    @classmethod
+    def sorted_by_depth(cls, prompt: Tensor, mask: Tensor | None, depths: list[int]) -> "Rows":
+        """All rows; sorted, so that those at work at a step are the first, and nothing need be gathered."""
+        order = sorted(range(len(depths)), key=lambda row: -depths[row])
+        return cls(list(range(len(depths))), prompt, mask, depths).pick(order)
+
+    def pick(self, which: list[int]) -> "Rows":
+        """These of them."""
+        numbers, depths = ([values[row] for row in which] for values in (self.numbers, self.depths))
+        return Rows(numbers, self.seen[which], None if self.mask is None else self.mask[which], depths)
+
+    def grown(self, new: Tensor) -> "Rows":
+        """With one more token each."""
+        mask = None if self.mask is None else torch.cat([self.mask, self.mask.new_ones(len(new), 1)], dim=1)
+        return self._replace(seen=torch.cat([self.seen, new[:, None].to(self.seen.dtype)], dim=1), mask=mask)
+
+    @property
+    def num_steps(self) -> int | list[int]:
+        """The depth as a forward takes it."""
+        return self.depths[0] if len(set(self.depths)) == 1 else self.depths
+
+
+def checked_prompt_mask(mask: Tensor | None, prompt: Tensor) -> Tensor | None:
+    """The mask of a prompt as booleans.
+
+    Raises:
+        ValueError: if it has another shape, or padding stands on the right.
+    """
+    mask = checked_padding(mask, *prompt.shape, cached=False)
+    if mask is not None and not bool(mask[:, -1].all()):
+        rows = (~mask[:, -1]).nonzero()[:, 0].tolist()
+        raise ValueError(f"mask has padding at the end of rows {rows}, but prompts are padded on the left.")
+    return mask
+
+
+def check_positions_left(model: RecurrentTransformer, prompt: Tensor, mask: Tensor | None, max_new: int) -> None:
+    """Raises a ValueError where prompt and continuation need more positions than the model has learned."""
+    longest = prompt.shape[1] if mask is None else int(mask.sum(1).max())
+    learned = model.embed.num_positions
+    if learned is not None and longest + max_new - 1 > learned:
+        raise ValueError(
+            f"A prompt of {longest} tokens and max_new_tokens={max_new} need {longest + max_new - 1} positions, but "
+            f"the model learned {learned}; ask for {max(learned - longest + 1, 0)} at most."
+        )
