@@ -99,18 +99,22 @@ def table(by_depth: dict[str, dict[int, float]], copies: dict[str, int], unit: s
 
 
 def draw(by_position: dict[str, Tensor], trained: int, unit: str, path: Path) -> None:
-    """The loss by position, in bins, as a PNG."""
-    size = max(1, trained // 8)
+    """The loss by position under KeepAll, and what each other policy adds to it, in bins, as a PNG."""
+    size = max(1, trained // 4)
     with mpl.rc_context({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(8, 4.4), layout="constrained")
-        axes = figure.subplots()
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
         for name, found in by_position.items():
-            bins = [part.mean() for part in found.split(size)]
-            places = [min(size * (i + 0.5), len(found)) for i in range(len(bins))]
-            axes.plot(places, bins, label=name, linewidth=2 if name == "KeepAll" else 1.2)
-        axes.axvline(trained, color="gray", linestyle=":", label="trained context")
-        axes.set(xlabel="position", ylabel=f"held-out loss ({unit})")
-        axes.legend(edgecolor="none", ncols=2)
+            exact = by_position["KeepAll"]
+            axes, shown = (left, found) if name == "KeepAll" else (right, found - exact)
+            bins = [float(part.mean()) for part in shown.split(size)]
+            axes.plot([min(size * (i + 0.5), len(shown)) for i in range(len(bins))], bins, label=name, linewidth=2)
+        for axes in (left, right):
+            axes.axvline(trained, color="gray", linestyle=":", label="trained context")
+            axes.set_xlabel("position")
+            axes.legend(edgecolor="none")
+        left.set(title="Every step kept", ylabel=f"held-out loss ({unit})")
+        right.set(title="What sharing adds", ylabel=f"excess over KeepAll ({unit})", ylim=(0, None))
         figure.savefig(path, dpi=120)
 
 
