@@ -295,7 +295,7 @@ def test_each_copy_knows_which_tokens_took_its_steps():
 @every_policy
 @torch.no_grad()
 def test_what_stands_where_a_token_skipped_a_step_is_never_looked_at(case):
-    model, x = routed_model(Routing([0.0, 0.5])), some_tokens()
+    model, x = routed_model(Routing([1.5])), some_tokens()
     caches = [rd.DepthCache(case.policy) for _ in range(2)]
     for cache in caches:
         rd.extend(model, x[:, :6], cache)
