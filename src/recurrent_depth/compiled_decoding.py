@@ -61,6 +61,6 @@ def compiled_logits(
     positions = torch.full((batch, 1), length, device=device)
     if padding is not None:
         mask = mask & F.pad(padding, (0, room - length - 1))[:, None]
-        positions = padding.sum(1, keepdim=True) - 1
+        positions = (padding.sum(1, keepdim=True) - 1).clamp(min=0)
     where = mask.contiguous(), positions, torch.tensor([length], device=device)
     return model.decode(model, tokens.clone(), num_steps, *where, turn.slots, turn.valid, turn.policy)

@@ -62,7 +62,11 @@ class DepthUpdate(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
-        """The state after this step; a pure function of its arguments, its parameters and the global RNG."""
+        """The state after this step; a pure function of its arguments, its parameters and the global RNG.
+
+        A cache sees the calls of `blocks`. An update that picks tokens calls them with the pick, even where it is empty
+        or all padding; one that calls them twice in a step leaves what the second call made.
+        """
 
     @abc.abstractmethod
     def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
