@@ -474,6 +474,8 @@ BAD = {
     "only padding": ({"mask": torch.tensor([[0] * 4, [1] * 4])}, r"padding at the end of rows \[0\]"),
     "too long": ({"max_new_tokens": 14}, "need 17 positions, but the model learned 16; ask for 13 at most"),
     "exit at own depths": ({"exit": rd.GateClosed(), "num_steps": [1, 2]}, r"num_steps is \[1, 2\].* exit rule"),
+    "one stop token, no list": ({"stop_tokens": 5}, "stop_tokens is 5, but must be a list of token ids"),
+    "half a stop token": ({"stop_tokens": [2.5]}, "a stop token is 2.5, but must be a whole number"),
     "no seed": ({"seed": 1.5}, "seed is 1.5, but must be a whole number"),
 }
 
@@ -522,5 +524,5 @@ def test_a_row_that_breaks_does_so_when_its_token_is_asked_for():
     model.embed.token.weight.data[written[2][1]] = torch.nan
     stream = rd.stream(model, prompt, **how)
     assert [next(stream)[2].item(), next(stream)[2].item()] == written[2][:2]
-    with pytest.raises(ValueError, match="logits hold NaN in rows"):
+    with pytest.raises(ValueError, match=r"logits hold NaN in rows \[2\]"):
         next(stream)

@@ -61,8 +61,9 @@ class OpenForward(NamedTuple):
 
 def open_forward(tokens: Tensor, cache: DepthCache, mask: Tensor | None = None) -> OpenForward:
     """Checks tokens and mask against the cache, and opens a forward."""
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.numel() == 0:
+        got = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens must be a tensor (batch, token) and not empty, got {got}.")
     padding = _padding(mask, cache, *tokens.shape)
     turn = cache.begin(*tokens.shape, differentiable=torch.is_grad_enabled())
     return OpenForward(cache, turn, padding, tokens.device)

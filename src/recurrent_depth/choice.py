@@ -2,7 +2,7 @@
 
 import abc
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,12 +136,17 @@ class Sampling(TokenChoice):
         return draw(self.probabilities(logits, seen, seen_mask), uniforms())
 
 
-def check_logits(logits: Float[Tensor, "batch vocab"]) -> None:
-    """Raises a ValueError that names the rows from which no token can be chosen: with NaN, +inf or nothing but -inf."""
+def check_logits(logits: Float[Tensor, "batch vocab"], rows: Sequence[int] | None = None) -> None:
+    """Raises a ValueError that names the rows from which no token can be chosen: with NaN, +inf or nothing but -inf.
+
+    `rows` are their numbers, where the logits are not those of all rows in order.
+    """
     if logits.amax(-1).isfinite().all():
         return
     kinds = {"NaN": logits.isnan().any(-1), "+inf": logits.isposinf().any(-1), "only -inf": logits.isneginf().all(-1)}
-    found = "; ".join(f"{kind} in rows {bad.nonzero().flatten().tolist()}" for kind, bad in kinds.items() if bad.any())
+    numbers = range(len(logits)) if rows is None else rows
+    places = {kind: [numbers[i] for i in bad.nonzero().flatten().tolist()] for kind, bad in kinds.items()}
+    found = "; ".join(f"{kind} in rows {sorted(bad)}" for kind, bad in places.items() if bad)
     raise ValueError(
         f"logits hold {found}, so no token can be chosen there. "
         "Check that the weights are finite, or compute in bfloat16 or float32 where float16 overflows."

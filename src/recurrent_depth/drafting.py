@@ -107,7 +107,7 @@ class Speculator(NamedTuple):
         return self.model.readout(self.model.core.update.read(place.state), place.at, place.kv)
 
     def _chances(self, logits: Float[Tensor, "row vocab"], rows: Rows) -> Float[Tensor, "row vocab"]:
-        check_logits(logits)
+        check_logits(logits, rows.numbers)
         return self.draws.choose.probabilities(logits, rows.seen, rows.mask)
 
     def _uniforms(self, rows: Rows) -> Float[Tensor, " row"]:

@@ -16,7 +16,7 @@ from recurrent_depth.draw import RowStreams
 from recurrent_depth.exits import ExitRule
 from recurrent_depth.kv_policy import KVStepPolicy
 from recurrent_depth.model import RecurrentTransformer
-from recurrent_depth.writing import Draws, Rows, check_positions_left, checked_prompt_mask
+from recurrent_depth.writing import Draws, Rows, check_positions_left, checked_prompt_mask, checked_stop_tokens
 
 
 def generate(
@@ -102,7 +102,7 @@ def stream(
         raise ValueError(f"num_steps is {num_steps!r}, but must be one number for all rows where an exit rule decides.")
     choose = Greedy() if choose is None else choose
     cache = DepthCache(kv, max_tokens=prompt.shape[1] + max_new_tokens - 1)
-    draws = Draws(choose, RowStreams(len(prompt), seed), frozenset(stop_tokens))
+    draws = Draws(choose, RowStreams(len(prompt), seed), checked_stop_tokens(stop_tokens))
     return _stream(model, cache, Rows.sorted_by_depth(prompt, mask, depths), draws, exit, max_new_tokens)
 
 

@@ -16,7 +16,7 @@ from recurrent_depth.depth import require_whole
 from recurrent_depth.drafting import Speculator
 from recurrent_depth.draw import RowStreams
 from recurrent_depth.model import RecurrentTransformer
-from recurrent_depth.writing import Draws, Rows, check_positions_left, checked_prompt_mask
+from recurrent_depth.writing import Draws, Rows, check_positions_left, checked_prompt_mask, checked_stop_tokens
 
 
 class Speculation(NamedTuple):
@@ -91,7 +91,9 @@ def speculate(
     prompt = checked_tokens(prompt, model.embed.token.num_embeddings)
     mask = checked_prompt_mask(mask, prompt)
     check_positions_left(model, prompt, mask, max_new_tokens)
-    draws = Draws(Greedy() if choose is None else choose, RowStreams(len(prompt), seed), frozenset(stop_tokens))
+    draws = Draws(
+        Greedy() if choose is None else choose, RowStreams(len(prompt), seed), checked_stop_tokens(stop_tokens)
+    )
     cache = DepthCache(max_tokens=prompt.shape[1] + max_new_tokens - 1)
     rows = Rows.sorted_by_depth(prompt, mask, [num_steps] * len(prompt))
     return _continue(Speculator(model, cache, draws, num_steps, draft_steps), rows, max_new_tokens, draft_tokens)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from recurrent_depth.checks import checked_padding
 from recurrent_depth.choice import TokenChoice, check_logits
+from recurrent_depth.depth import require_whole
 from recurrent_depth.draw import RowStreams
 from recurrent_depth.model import RecurrentTransformer
 
@@ -27,7 +28,7 @@ class Draws(NamedTuple):
 
     def next(self, logits: Tensor, rows: "Rows") -> Tensor:
         """The next token of each row."""
-        check_logits(logits)
+        check_logits(logits, rows.numbers)
         return self.choose.choose(logits, rows.seen, rows.mask, lambda: self.streams.uniforms(rows.numbers))
 
 
@@ -90,3 +91,14 @@ def check_positions_left(model: RecurrentTransformer, prompt: Tensor, mask: Tens
             f"A prompt of {longest} tokens and max_new_tokens={max_new} need {longest + max_new - 1} positions, but "
             f"the model learned {learned}; ask for {max(learned - longest + 1, 0)} at most."
         )
+
+
+def checked_stop_tokens(stop_tokens: object) -> frozenset[int]:
+    """The tokens that end a row.
+
+    Raises:
+        ValueError: if they are no list, tuple or set of whole numbers.
+    """
+    if not isinstance(stop_tokens, list | tuple | set | frozenset | range):
+        raise ValueError(f"stop_tokens is {stop_tokens!r}, but must be a list of token ids.")
+    return frozenset(require_whole("a stop token", token) for token in stop_tokens)
