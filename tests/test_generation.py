@@ -524,5 +524,6 @@ def test_a_row_that_breaks_does_so_when_its_token_is_asked_for():
     model.embed.token.weight.data[written[2][1]] = torch.nan
     stream = rd.stream(model, prompt, **how)
     assert [next(stream)[2].item(), next(stream)[2].item()] == written[2][:2]
-    with pytest.raises(ValueError, match=r"logits hold NaN in rows \[2\]"):
+    # Row 1 may have drawn that token too; row 0, the shallowest and so the last of the batch, has not.
+    with pytest.raises(ValueError, match=r"logits hold NaN in rows \[(1, )?2\]"):
         next(stream)
