@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import decoders
 import torch
+import torch.nn.functional as F
 from live_bytes import LiveBytes
 from side_by_side import ratio, ratios, shown, side_by_side
 from torch import Tensor, nn
@@ -49,6 +50,18 @@ class Scale(NamedTuple):
 def short(dtype: torch.dtype) -> str:
     """Its name."""
     return str(dtype)[6:]
+
+
+def rates(scale: Scale) -> Iterator[str]:
+    """How fast weights are read by products with one row, by how many of them are read in turn."""
+    for dtype in DTYPES:
+        cells = []
+        for megabytes in (4, 8, 16, 24, 48, 96):
+            num_rows = megabytes * 2**20 // (8 * 768 * dtype.itemsize)
+            weights, x = [torch.randn(num_rows, 768).to(dtype) for _ in range(8)], torch.randn(1, 768).to(dtype)
+            times = side_by_side({"read": lambda w=weights, x=x: [F.linear(x, weight) for weight in w]}, 9)["read"]
+            cells.append(f"{megabytes * 2**20 / median(times) / 1e9:.0f}")
+        yield f"| {short(dtype)} | {' | '.join(cells)} |"
 
 
 def grt(scale: Scale) -> rd.RecurrentTransformer:

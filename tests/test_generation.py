@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from reading import BUILDS, Script, every_policy, read_slowly
 from strategies import VOCAB_SIZE, depths, few, layouts, recipes, seeds, shares, tokens
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import recurrent_depth as rd
 from recurrent_depth.draw import RowStreams, draw
@@ -446,6 +447,31 @@ def test_text_of_small_integers_holds_every_token(dtype):
     assert found.tolist() == wanted.tolist()
     assert found.dtype == (torch.int32 if dtype == torch.int32 else torch.int64)
     assert {new.dtype for new in rd.stream(model, prompt.to(dtype), max_new_tokens=2)} == {found.dtype}
+
+
+class CountingOperations(TorchDispatchMode):
+    """How many operations are run."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("exit", [None, rd.KLConverged(below=0.0)], ids=["all steps", "asked"])
+def test_a_token_takes_as_many_operations_whatever_came_before(padded, exit):
+    model, counts = some_model(context_length=128), []
+    mask = torch.arange(4)[None] >= torch.tensor([[0], [int(padded)]])
+    stream = rd.stream(model, X, max_new_tokens=100, mask=mask if padded else None, exit=exit)
+    for _ in range(100):
+        with CountingOperations() as operations:
+            next(stream)
+        counts.append(operations.count)
+    assert len(set(counts[1:])) == 1
 
 
 # What is refused
