@@ -114,7 +114,7 @@ def draw(by_position: dict[str, Tensor], trained: int, unit: str, path: Path) ->
             axes.set_xlabel("position")
             axes.legend(edgecolor="none")
         left.set(title="Every step kept", ylabel=f"held-out loss ({unit})")
-        right.set(title="What sharing adds", ylabel=f"excess over KeepAll ({unit})", ylim=(0, None))
+        right.set(title="What sharing adds", ylabel=f"excess over KeepAll ({unit})")
         figure.savefig(path, dpi=120)
 
 
