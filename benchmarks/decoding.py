@@ -78,7 +78,8 @@ SECTIONS = {
     "context": Section(
         "Long contexts",
         f"Cost per token of {GRT} at context 4,096 over that at 256, batch 1. Explained by FLOPs, or by bytes of "
-        "weights and cache, each counted as often as it is used.",
+        "weights and cache, each counted as often as it is used. In bfloat16 it is more than either explains: torch's "
+        "CPU kernel computes so few queries slower than it reads their keys, and attention weighs more than its FLOPs.",
         ("dtype", "policy", "4,096 over 256", "by FLOPs", "by bytes", "goal"),
         context,
     ),

@@ -8,12 +8,14 @@ from torch import nn
 from recurrent_depth.blocks import Stack
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.embedding import Embedding
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.gate import AnchoredGate
 from recurrent_depth.initialisation import initialise
 from recurrent_depth.injection import ConcatProjection, GaussianNoise, KeepState
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.update import DepthUpdate, GatedDepthUpdate, ReplaceState
+from recurrent_depth.weight_start import WeightStart
 
 UpdateFactory = Callable[[int], DepthUpdate]
 """Makes an update for a width: `gated`, `plain`, or a `functools.partial` of them."""
@@ -131,9 +133,20 @@ def _made(factory: UpdateFactory, dim: int) -> DepthUpdate:
 
 
 def assemble(
-    layout: Layout, form: Form, update: DepthUpdate, *, vocab_size: int, context_length: int
+    layout: Layout,
+    form: Form,
+    update: DepthUpdate,
+    *,
+    vocab_size: int,
+    context_length: int,
+    embed: Embedding | None = None,
+    norm: nn.Module | None = None,
+    head: nn.Module | None = None,
+    start: WeightStart | None = None,
 ) -> RecurrentTransformer:
     """Puts a form's parts around an update, and initialises them; what every builder ends with.
+
+    Embedding, final norm and head may be given in place of the form's own; `start` says how the weights are drawn.
 
     Raises:
         ValueError: if `vocab_size` or `context_length` is below 1.
@@ -141,13 +154,14 @@ def assemble(
     require_whole("vocab_size", vocab_size, at_least=1)
     require_whole("context_length", context_length, at_least=1)
     model = RecurrentTransformer(
-        form.embedding(vocab_size, context_length),
+        embed or form.embedding(vocab_size, context_length),
         Stack(form.block() for _ in range(layout.prelude)),
         RecurrentCore([form.block() for _ in range(layout.core)], update),
         Stack(form.block() for _ in range(layout.coda)),
-        norm=form.norm(),
-        head=form.head(vocab_size),
+        norm=norm or form.norm(),
+        head=head or form.head(vocab_size),
         num_steps=layout.num_steps,
     )
+    model.weight_start = start or WeightStart()
     initialise(model)
     return model

@@ -64,42 +64,6 @@ class ModelKeyValues(NamedTuple):
     coda: Callable[..., Sequence[KeyValues]]
 
 
-class Pick(NamedTuple):
-    """The tokens that a router picked: ascending indices, padded to one width at the end of each row.
-
-    Attributes:
-        index: which tokens of each row.
-        valid: False where a pick is only padding; None where none is.
-    """
-
-    index: Int[Tensor, "batch picked"]
-    valid: Bool[Tensor, "batch picked"] | None = None
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The picked tokens of a tensor that leads with (batch, token)."""
-        return x.gather(1, self._index_like(x, self.index))
-
-    def scatter(self, x: Tensor, picked: Tensor) -> Tensor:
-        """`x` with the picked tokens replaced; padding goes to a row of its own, which is dropped."""
-        num_tokens = x.shape[1]
-        index = self.index if self.valid is None else torch.where(self.valid, self.index, num_tokens)
-        spare = torch.cat([x, x[:, :1]], dim=1)
-        return spare.scatter(1, self._index_like(x, index), picked.to(x.dtype))[:, :num_tokens]
-
-    def narrow(self, inner: "Pick") -> "Pick":
-        """The picks of a pick: `inner` counts among the tokens picked here."""
-        valid = inner.valid if self.valid is None else inner.gather(self.valid) & inner.valid_like()
-        return Pick(inner.gather(self.index), valid)
-
-    def valid_like(self) -> Bool[Tensor, "batch picked"]:
-        """`valid`, written out where it is None."""
-        return torch.ones_like(self.index, dtype=torch.bool) if self.valid is None else self.valid
-
-    @staticmethod
-    def _index_like(x: Tensor, index: Tensor) -> Tensor:
-        return index.reshape(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
-
-
 class Notes:
     """What the blocks say beside their output during one step: losses, and the memory for their next step."""
 

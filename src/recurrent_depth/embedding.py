@@ -1,12 +1,34 @@
 """From token ids to states, and from states to logits."""
 
+import abc
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
-class TokenEmbedding(nn.Module):
+class Embedding(nn.Module, abc.ABC):
+    """Makes a state of each token.
+
+    Attributes:
+        token: the table of the tokens; its weight is handed to the head.
+        num_positions: how many positions are learned; None where there is no bound.
+        dim: the width of the states.
+    """
+
+    token: nn.Embedding
+    num_positions: int | None
+    dim: int
+
+    @abc.abstractmethod
+    def forward(
+        self, tokens: Int[Tensor, "batch token"], positions: Int[Tensor, "#batch token"]
+    ) -> Float[Tensor, "batch token dim"]:
+        """The state of each token at its position."""
+
+
+class TokenEmbedding(Embedding):
     """A table of token embeddings, for models whose blocks know positions themselves.
 
     Attributes:
@@ -17,7 +39,7 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, dim: int):
         super().__init__()
-        self.token = nn.Embedding(vocab_size, dim)
+        self.token, self.dim = nn.Embedding(vocab_size, dim), dim
 
     def forward(
         self, tokens: Int[Tensor, "batch token"], positions: Int[Tensor, "#batch token"]
@@ -26,7 +48,7 @@ class TokenEmbedding(nn.Module):
         return self.token(tokens)
 
 
-class PositionedEmbedding(nn.Module):
+class PositionedEmbedding(Embedding):
     """Token embeddings plus learned positions, as in GPT-2.
 
     Raises:
@@ -40,19 +62,45 @@ class PositionedEmbedding(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocab_size, dim)
         self.position = nn.Embedding(context_length, dim)
-        self.num_positions = context_length
+        self.num_positions, self.dim = context_length, dim
 
     def forward(
         self, tokens: Int[Tensor, "batch token"], positions: Int[Tensor, "#batch token"]
     ) -> Float[Tensor, "batch token dim"]:
         """The embedding of each token at its position."""
-        last = self.position.num_embeddings - 1
-        low, high = 0, tokens.shape[1] - 1
-        if positions.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = min(low, int(positions.min())), max(high, int(positions.max()))
-        if low < 0 or high > last:
-            raise ValueError(f"The model learned positions 0 to {last}, but the sequence has {low} to {high}.")
+        check_learned(positions, tokens.shape[1], self.num_positions)
         return self.token(tokens) + self.position(positions)
+
+
+class ScaledTable(nn.Embedding):
+    """A table whose rows are multiplied when they are looked up; a tied head reads the weight as it is stored.
+
+    Args:
+        vocab_size: how many tokens there are.
+        dim: the width.
+        scale: what the rows are multiplied by.
+
+    Reference: `sqrt(dim)` in Geiping et al., 2025, arXiv 2502.05171.
+    """
+
+    def __init__(self, vocab_size: int, dim: int, *, scale: float):
+        super().__init__(vocab_size, dim)
+        self.scale = scale
+
+    def forward(self, input: Int[Tensor, "batch token"]) -> Float[Tensor, "batch token dim"]:
+        """The scaled embedding of each token."""
+        return self.scale * super().forward(input)
+
+
+def check_learned(positions: Int[Tensor, "#batch token"], num_tokens: int, num_positions: int) -> None:
+    """Raises a ValueError where a token stands at no learned position; looks at positions on CPU only."""
+    low, high = 0, num_tokens - 1
+    if positions.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = min(low, int(positions.min())), max(high, int(positions.max()))
+    if low < 0 or high >= num_positions:
+        raise ValueError(
+            f"The model learned positions 0 to {num_positions - 1}, but the sequence has {low} to {high}."
+        )
 
 
 class TiedHead(nn.Module):
@@ -63,6 +111,10 @@ class TiedHead(nn.Module):
     ) -> Float[Tensor, "batch token vocab"]:
         """The scalar product with each token's embedding."""
         return F.linear(x, embedding)
+
+    def cost(self, embedding: Float[Tensor, "vocab dim"]) -> int:
+        """Its matrix FLOPs per token."""
+        return 2 * embedding.numel()
 
 
 class Head(nn.Module):
@@ -77,3 +129,7 @@ class Head(nn.Module):
     ) -> Float[Tensor, "batch token vocab"]:
         """A linear map."""
         return self.linear(x)
+
+    def cost(self, embedding: Float[Tensor, "vocab dim"]) -> int:
+        """Its matrix FLOPs per token."""
+        return 2 * self.linear.weight.numel()

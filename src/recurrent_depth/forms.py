@@ -10,7 +10,7 @@ from torch import nn
 from recurrent_depth.attention import Attention, Rotary, check_heads
 from recurrent_depth.blocks import MLP, Block, SwiGLU, TransformerBlock
 from recurrent_depth.depth import require_whole
-from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
+from recurrent_depth.embedding import Embedding, Head, PositionedEmbedding, TiedHead, TokenEmbedding
 from recurrent_depth.norms import RMSNorm
 from recurrent_depth.residual import PreNorm, Residual
 
@@ -30,7 +30,7 @@ class Form(abc.ABC):
         """A norm of the width, as before the head."""
 
     @abc.abstractmethod
-    def embedding(self, vocab_size: int, context_length: int) -> TokenEmbedding | PositionedEmbedding:
+    def embedding(self, vocab_size: int, context_length: int) -> Embedding:
         """The embedding of the tokens."""
 
     @abc.abstractmethod
@@ -73,7 +73,7 @@ class GPT2Form(Form):
         """A LayerNorm."""
         return nn.LayerNorm(self.dim, bias=self.bias)
 
-    def embedding(self, vocab_size: int, context_length: int) -> TokenEmbedding | PositionedEmbedding:
+    def embedding(self, vocab_size: int, context_length: int) -> Embedding:
         """Tokens and learned positions."""
         return PositionedEmbedding(vocab_size, self.dim, context_length)
 
@@ -131,7 +131,7 @@ class LlamaForm(Form):
         """An RMSNorm."""
         return RMSNorm(self.dim)
 
-    def embedding(self, vocab_size: int, context_length: int) -> TokenEmbedding | PositionedEmbedding:
+    def embedding(self, vocab_size: int, context_length: int) -> Embedding:
         """Tokens alone: attention knows positions, and any length will do."""
         return TokenEmbedding(vocab_size, self.dim)
 

@@ -8,17 +8,18 @@ from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.residual import ResidualProjection
 
 
-def initialise(model: RecurrentTransformer, *, std: float = 0.02, residual_std: float | None = None) -> None:
+def initialise(model: RecurrentTransformer, *, std: float | None = None, residual_std: float | None = None) -> None:
     """Gives every weight its start, as nanoGPT does, also for a model that comes from the meta device.
 
-    Linear layers and embeddings are drawn from N(0, std²), their biases are 0, norms 1; each `ResidualProjection`,
+    Linear layers and embeddings are drawn from N(0, std²), or as `model.weight_start` says; their biases are 0, norms 1; each `ResidualProjection`,
     which ends a residual branch, is narrower. A part with a start of its own, such as the bias of the gate, sets it in
     `reset_parameters`, which is called after its children had theirs; without that method its own parameters stay as
     they are.
 
     Args:
         model: the model, changed in place.
-        std: standard deviation of linear layers and embeddings.
+        std: standard deviation of linear layers and embeddings; that of `model.weight_start` by default, 0.02 where a
+            builder says nothing else.
         residual_std: standard deviation of the last projection of attention and MLP. By default
             `std / sqrt(2 * executed blocks)`: the residual stream inside the core meets that many additions.
 
@@ -28,9 +29,10 @@ def initialise(model: RecurrentTransformer, *, std: float = 0.02, residual_std: 
     for name, value in (("std", std), ("residual_std", residual_std)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}, but must be above 0.")
+    std, draw = model.weight_start.std if std is None else std, model.weight_start.draw
     for module in reversed(list(model.modules())):
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
+            draw(module.weight, std)
             bias = getattr(module, "bias", None)
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -39,4 +41,4 @@ def initialise(model: RecurrentTransformer, *, std: float = 0.02, residual_std: 
     narrow = std / math.sqrt(2 * model.layout.executed) if residual_std is None else residual_std
     for module in model.modules():
         if isinstance(module, ResidualProjection):
-            nn.init.normal_(module.weight, std=narrow)
+            draw(module.weight, narrow)

@@ -16,9 +16,10 @@ from recurrent_depth.checks import check_complete_mask, check_positions, checked
 from recurrent_depth.contracts import At, Call, ModelKeyValues, Notes
 from recurrent_depth.core import CoreViews, RecurrentCore
 from recurrent_depth.depth import Depth, Layout, as_depth
-from recurrent_depth.embedding import PositionedEmbedding, TokenEmbedding
+from recurrent_depth.embedding import Embedding
 from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.update import DepthState, add_losses
+from recurrent_depth.weight_start import WeightStart
 
 
 class Begun(NamedTuple):
@@ -52,11 +53,14 @@ class RecurrentTransformer(nn.Module):
         norm: the final norm.
         head: called as `head(x, embedding_weight)`.
         num_steps: full depth.
+
+    Attributes:
+        weight_start: how `initialise` draws its weights.
     """
 
     def __init__(
         self,
-        embed: TokenEmbedding | PositionedEmbedding,
+        embed: Embedding,
         prelude: Stack,
         core: RecurrentCore,
         coda: Stack,
@@ -69,6 +73,7 @@ class RecurrentTransformer(nn.Module):
         self.embed, self.prelude, self.core, self.coda, self.norm, self.head = embed, prelude, core, coda, norm, head
         self.num_steps = num_steps
         self.decode: Callable[..., Tensor] | None = None
+        self.weight_start = WeightStart()
 
     @property
     def layout(self) -> Layout:

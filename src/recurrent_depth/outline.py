@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from recurrent_depth.blocks import linear_cost
 from recurrent_depth.contracts import BlockCost, UpdateCost
 from recurrent_depth.depth import Layout, require_whole
 from recurrent_depth.model import RecurrentTransformer
@@ -14,11 +15,12 @@ class Outline(NamedTuple):
     Attributes:
         layout: its blocks, and full depth.
         dim: the width of the state.
-        prelude: what the blocks before the loop cost.
+        prelude: what the blocks before the loop cost, and what the embedding multiplies.
         core: what the blocks in the loop cost, for one step.
         coda: what the blocks behind the loop cost.
         update: what the update spends beside the blocks in so many steps.
         head: matrix FLOPs of the head per token.
+        vocab_size: how many tokens there are.
         num_parameters: all unique parameters.
         num_embedding_parameters: those of the token and the position table, and of a head that is not tied.
         num_position_parameters: those of the position table.
@@ -33,16 +35,12 @@ class Outline(NamedTuple):
     coda: BlockCost
     update: Callable[[int], UpdateCost]
     head: int
+    vocab_size: int
     num_parameters: int
     num_embedding_parameters: int
     num_position_parameters: int
     context_length: int | None
     checkpointing: bool
-
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens there are."""
-        return self.head // (2 * self.dim)
 
     def length(self, tokens: int | None) -> int:
         """How long a sequence to count: `tokens`, or else all positions that were learned.
@@ -63,15 +61,16 @@ def outline(model: RecurrentTransformer | Outline) -> Outline:
     if isinstance(model, Outline):
         return model
     parameters = dict(model.named_parameters())
-    position = parameters.get("embed.position.weight")
+    position, token, prelude = parameters.get("embed.position.weight"), model.embed.token.weight, model.prelude.cost()
     return Outline(
         layout=model.layout,
-        dim=parameters["embed.token.weight"].shape[1],
-        prelude=model.prelude.cost(),
+        dim=model.embed.dim,
+        prelude=prelude._replace(linear=prelude.linear + linear_cost(model.embed).linear),
         core=model.core.stack.cost(),
         coda=model.coda.cost(),
         update=model.core.update.cost,
-        head=2 * parameters["embed.token.weight"].numel(),
+        head=model.head.cost(token),
+        vocab_size=token.shape[0],
         num_parameters=sum(p.numel() for p in parameters.values()),
         num_embedding_parameters=sum(
             p.numel() for name, p in parameters.items() if name.startswith(("embed.", "head."))

@@ -79,7 +79,7 @@ class UniformDepth(DepthSampler):
         optional_steps("grad_steps", self.grad_steps)
 
     def __call__(self, draw: int) -> Depth:
-        return _truncated(1 + _generator(self.seed, draw).randrange(self.max_steps), self.grad_steps)
+        return _truncated(1 + generator_of(self.seed, draw).randrange(self.max_steps), self.grad_steps)
 
     def expected(self, draw: int = 0) -> ExpectedDepth:
         require_whole("draw", draw, at_least=0)
@@ -117,9 +117,9 @@ class PoissonLogNormalDepth(DepthSampler):
             raise ValueError(f"sigma is {self.sigma!r}, but must be a number from 0 to 2.")
 
     def __call__(self, draw: int) -> Depth:
-        generator = _generator(self.seed, draw)
+        generator = generator_of(self.seed, draw)
         rate = math.exp(self._log_rate(generator.gauss(0.0, 1.0)))
-        return _truncated(1 + _poisson(rate, generator), self.grad_steps)
+        return _truncated(1 + draw_poisson(rate, generator), self.grad_steps)
 
     def expected(self, draw: int = 0) -> ExpectedDepth:
         require_whole("draw", draw, at_least=0)
@@ -137,24 +137,26 @@ class PoissonLogNormalDepth(DepthSampler):
         step, lacking = 1 / 32, 0.0
         for deviate in (step * i for i in range(-320, 321)):
             density = step * math.exp(-(deviate**2) / 2) / math.sqrt(2 * math.pi)
-            lacking += density * _expected_lack(limit - 1, self._log_rate(deviate))
+            lacking += density * expected_lack(limit - 1, self._log_rate(deviate))
         return limit - lacking
 
 
-def _expected_lack(limit: int, log_rate: float) -> float:
+def expected_lack(limit: int, log_rate: float) -> float:
     """How far a Poisson number falls short of `limit`, on average."""
     rate = math.exp(log_rate)
     return math.fsum((limit - n) * math.exp(n * log_rate - rate - math.lgamma(n + 1)) for n in range(limit))
 
 
-def _poisson(rate: float, generator: random.Random) -> int:
+def draw_poisson(rate: float, generator: random.Random) -> int:
+    """A Poisson number: how many arrivals there are until `rate`."""
     count, time = 0, generator.expovariate(1.0)
     while time < rate:
         count, time = count + 1, time + generator.expovariate(1.0)
     return count
 
 
-def _generator(seed: int, draw: int) -> random.Random:
+def generator_of(seed: int, draw: int) -> random.Random:
+    """The random numbers of one draw."""
     # Seeding with a string hashes it, so neighbouring draws are unrelated.
     return random.Random(f"{int(seed)}/{require_whole('draw', draw, at_least=0)}")
 

@@ -100,7 +100,7 @@ class _Frame(NamedTuple):
 
 def _frame(dense: RecurrentTransformer, factory: UpdateFactory) -> _Frame:
     with torch.device("meta"):
-        update = factory(dict(dense.named_parameters())["embed.token.weight"].shape[1])
+        update = factory(dense.embed.dim)
     of, stored = outline(dense), dense.layout.stored
     blocks = of.prelude.plus(of.core).plus(of.coda)
     in_blocks = sum(p.numel() for stack in (dense.prelude, dense.core, dense.coda) for p in stack.parameters())

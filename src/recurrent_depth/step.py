@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from recurrent_depth.attention import causal_mask
-from recurrent_depth.contracts import At, KeyValues, Notes, Pick, Tree
+from recurrent_depth.contracts import At, KeyValues, Notes, Tree
+from recurrent_depth.pick import Pick
 from recurrent_depth.trees import map_tensors
 
 

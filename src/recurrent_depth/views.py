@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from recurrent_depth.contracts import KeyValues, ModelKeyValues, Pick
+from recurrent_depth.contracts import KeyValues, ModelKeyValues
 from recurrent_depth.kv_policy import KeepLast, KeysValues, KVStepPolicy
+from recurrent_depth.pick import Pick
 from recurrent_depth.slots import Key, Rows, rows_of
 from recurrent_depth.turn import Step, Turn
 
