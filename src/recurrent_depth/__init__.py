@@ -2,7 +2,9 @@
 
 from recurrent_depth import accounting, presets
 from recurrent_depth.attention import Attention, NoRotary, Rotary, causal_mask
+from recurrent_depth.behind import BehindLoop, NormEachStep
 from recurrent_depth.blocks import MLP, Block, PlainBlock, Stack, SwiGLU, TransformerBlock
+from recurrent_depth.borrowed import Borrowed
 from recurrent_depth.builders import assemble, dense, gated, grt, naive, plain
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.choice import Greedy, Sampling, TokenChoice
@@ -15,7 +17,6 @@ from recurrent_depth.contracts import (
     ModelKeyValues,
     Notes,
     PartCost,
-    Pick,
     UpdateCost,
 )
 from recurrent_depth.convergence import ArgmaxStable, GateClosed, KLConverged, LatentConverged
@@ -23,8 +24,10 @@ from recurrent_depth.core import RecurrentCore
 from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
 from recurrent_depth.decoding import Left, extend, extend_until
 from recurrent_depth.depth import Depth, Layout
-from recurrent_depth.embedding import Head, PositionedEmbedding, TiedHead, TokenEmbedding
+from recurrent_depth.diagonal import DiagonalInjection, SquareMap
+from recurrent_depth.embedding import Embedding, Head, PositionedEmbedding, ScaledTable, TiedHead, TokenEmbedding
 from recurrent_depth.exits import AtLeast, ExitAfter, ExitRule, LearnedExit, exit_law
+from recurrent_depth.factorised import FactorisedEmbedding, FactorisedHead
 from recurrent_depth.forms import Form, GPT2Form, LlamaForm
 from recurrent_depth.gate import AnchoredGate, DepthGate, JointNormGate, WriteShare
 from recurrent_depth.generation import generate, stream
@@ -42,6 +45,8 @@ from recurrent_depth.kv_policy import (
 )
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.objective import WithObjective, last_step_loss, next_token_loss
+from recurrent_depth.pick import Pick
+from recurrent_depth.relatives import albert, huginn, ouro, parcae
 from recurrent_depth.residual import (
     BranchSandwich,
     PostNorm,
@@ -50,13 +55,16 @@ from recurrent_depth.residual import (
     ResidualProjection,
     ResidualSandwich,
 )
+from recurrent_depth.row_sampling import PoissonDepthPerRow
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
 from recurrent_depth.search import search_layouts
 from recurrent_depth.speculation import Speculation, speculate
+from recurrent_depth.start import RandomState
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.trees import map_tensors
 from recurrent_depth.update import DepthState, DepthUpdate, GatedDepthUpdate, ReplaceState, initial_state
+from recurrent_depth.weight_start import WeightStart, normal, truncated_normal
 
 __all__ = [
     "MLP",
@@ -66,8 +74,10 @@ __all__ = [
     "At",
     "AtLeast",
     "Attention",
+    "BehindLoop",
     "Block",
     "BlockCost",
+    "Borrowed",
     "BranchSandwich",
     "Call",
     "ConcatProjection",
@@ -77,9 +87,13 @@ __all__ = [
     "DepthSampler",
     "DepthState",
     "DepthUpdate",
+    "DiagonalInjection",
+    "Embedding",
     "ExitAfter",
     "ExitRule",
     "ExpectedDepth",
+    "FactorisedEmbedding",
+    "FactorisedHead",
     "FixedDepth",
     "Form",
     "GPT2Form",
@@ -108,15 +122,18 @@ __all__ = [
     "LlamaForm",
     "ModelKeyValues",
     "NoRotary",
+    "NormEachStep",
     "Notes",
     "PartCost",
     "Pick",
     "PlainBlock",
+    "PoissonDepthPerRow",
     "PoissonLogNormalDepth",
     "PositionedEmbedding",
     "PostNorm",
     "PreNorm",
     "RampedDepth",
+    "RandomState",
     "RecurrentCore",
     "RecurrentTransformer",
     "ReplaceState",
@@ -125,7 +142,9 @@ __all__ = [
     "ResidualSandwich",
     "Rotary",
     "Sampling",
+    "ScaledTable",
     "Speculation",
+    "SquareMap",
     "Stack",
     "StepBlocks",
     "SwiGLU",
@@ -136,9 +155,11 @@ __all__ = [
     "TransformerBlock",
     "UniformDepth",
     "UpdateCost",
+    "WeightStart",
     "WithObjective",
     "WriteShare",
     "accounting",
+    "albert",
     "assemble",
     "causal_mask",
     "compile_decoding",
@@ -149,6 +170,7 @@ __all__ = [
     "gated",
     "generate",
     "grt",
+    "huginn",
     "initial_state",
     "initialise",
     "last_step_loss",
@@ -156,10 +178,14 @@ __all__ = [
     "map_tensors",
     "naive",
     "next_token_loss",
+    "normal",
+    "ouro",
+    "parcae",
     "plain",
     "presets",
     "search_layouts",
     "speculate",
     "sqrt_ramp",
     "stream",
+    "truncated_normal",
 ]

@@ -98,9 +98,7 @@ def check_learned(positions: Int[Tensor, "#batch token"], num_tokens: int, num_p
     if positions.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = min(low, int(positions.min())), max(high, int(positions.max()))
     if low < 0 or high >= num_positions:
-        raise ValueError(
-            f"The model learned positions 0 to {num_positions - 1}, but the sequence has {low} to {high}."
-        )
+        raise ValueError(f"The model learned positions 0 to {num_positions - 1}, but the sequence has {low} to {high}.")
 
 
 class TiedHead(nn.Module):
