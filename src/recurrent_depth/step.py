@@ -25,6 +25,7 @@ class StepBlocks:
         kv: gives the cache as this step sees it, a view per block, as `kv()` or `kv(pick=pick)`; None without a cache.
         notes: what the blocks remembered at the step before.
         pick: the tokens that every call is about; None for all.
+        condition: what step-conditioned blocks read where a call gives nothing else.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class StepBlocks:
         kv: Callable[..., Sequence[KeyValues]] | None,
         notes: Notes,
         pick: Pick | None = None,
+        condition: Tree = None,
     ):
         self.stack, self.at, self.step, self.kv, self.notes, self.pick = stack, at, step, kv, notes, pick
+        self.condition = condition
 
     def __call__(
         self, x: Float[Tensor, "batch token dim"], pick: Pick | None = None, condition: Tree = None
@@ -46,8 +49,9 @@ class StepBlocks:
         Args:
             x: what the blocks see; with `pick`, the picked tokens alone.
             pick: which tokens these are, so that their positions, mask and memory are picked alike.
-            condition: what step-conditioned blocks read.
+            condition: what step-conditioned blocks read; that of `conditioned` by default.
         """
+        condition = self.condition if condition is None else condition
         if pick is not None:
             return self.picked(pick)(x, condition=condition)
         if self.pick is None:
@@ -64,7 +68,11 @@ class StepBlocks:
     def picked(self, pick: Pick) -> "StepBlocks":
         """The same blocks for the picked tokens alone: what a router hands to the update that it wraps."""
         whole = pick if self.pick is None else self.pick.narrow(pick)
-        return StepBlocks(self.stack, self.at, self.step, self.kv, self.notes, whole)
+        return StepBlocks(self.stack, self.at, self.step, self.kv, self.notes, whole, self.condition)
+
+    def conditioned(self, condition: Tree) -> "StepBlocks":
+        """The same blocks, which read this condition: what a wrapper hands to the update within. It is not picked."""
+        return StepBlocks(self.stack, self.at, self.step, self.kv, self.notes, self.pick, condition)
 
 
 def pick_at(at: At, pick: Pick) -> At:
