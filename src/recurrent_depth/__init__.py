@@ -9,6 +9,8 @@ from recurrent_depth.builders import assemble, dense, gated, grt, naive, plain
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.choice import Greedy, Sampling, TokenChoice
 from recurrent_depth.compiled_decoding import compile_decoding
+from recurrent_depth.conditioned_block import ConditionedBlock
+from recurrent_depth.consistency import WithConsistency, consistency_loss
 from recurrent_depth.contracts import (
     At,
     BlockCost,
@@ -31,6 +33,8 @@ from recurrent_depth.factorised import FactorisedEmbedding, FactorisedHead
 from recurrent_depth.forms import Form, GPT2Form, LlamaForm
 from recurrent_depth.gate import AnchoredGate, DepthGate, JointNormGate, WriteShare
 from recurrent_depth.generation import generate, stream
+from recurrent_depth.halting import Halting, HaltingUpdate, TokenHalted
+from recurrent_depth.halting_unit import HaltingUnit, blend_states, sum_states
 from recurrent_depth.initialisation import initialise
 from recurrent_depth.injection import AddAnchor, ConcatProjection, GaussianNoise, Injection, KeepState
 from recurrent_depth.kv_policy import (
@@ -43,6 +47,7 @@ from recurrent_depth.kv_policy import (
     KeysValues,
     KVStepPolicy,
 )
+from recurrent_depth.memory_slots import MemorySlotsUpdate, StepRouter
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.objective import WithObjective, last_step_loss, next_token_loss
 from recurrent_depth.pick import Pick
@@ -61,8 +66,12 @@ from recurrent_depth.search import search_layouts
 from recurrent_depth.speculation import Speculation, speculate
 from recurrent_depth.start import RandomState
 from recurrent_depth.step import StepBlocks
+from recurrent_depth.step_encoding import StepEncoding
+from recurrent_depth.stepwise_relatives import halted, loopformer, mesh, step_encoded, universal
+from recurrent_depth.time_conditioning import CoarseTimes, TimeConditionedUpdate, TimeEmbedding
 from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.trees import map_tensors
+from recurrent_depth.universal_form import UniversalForm
 from recurrent_depth.update import DepthState, DepthUpdate, GatedDepthUpdate, ReplaceState, initial_state
 from recurrent_depth.weight_start import WeightStart, normal, truncated_normal
 
@@ -80,7 +89,9 @@ __all__ = [
     "Borrowed",
     "BranchSandwich",
     "Call",
+    "CoarseTimes",
     "ConcatProjection",
+    "ConditionedBlock",
     "Depth",
     "DepthCache",
     "DepthGate",
@@ -101,6 +112,9 @@ __all__ = [
     "GatedDepthUpdate",
     "GaussianNoise",
     "Greedy",
+    "Halting",
+    "HaltingUnit",
+    "HaltingUpdate",
     "Head",
     "Injection",
     "JointNormGate",
@@ -120,6 +134,7 @@ __all__ = [
     "LearnedExit",
     "Left",
     "LlamaForm",
+    "MemorySlotsUpdate",
     "ModelKeyValues",
     "NoRotary",
     "NormEachStep",
@@ -147,22 +162,31 @@ __all__ = [
     "SquareMap",
     "Stack",
     "StepBlocks",
+    "StepEncoding",
+    "StepRouter",
     "SwiGLU",
     "TiedHead",
+    "TimeConditionedUpdate",
+    "TimeEmbedding",
     "TokenChoice",
     "TokenEmbedding",
+    "TokenHalted",
     "Trajectory",
     "TransformerBlock",
     "UniformDepth",
+    "UniversalForm",
     "UpdateCost",
     "WeightStart",
+    "WithConsistency",
     "WithObjective",
     "WriteShare",
     "accounting",
     "albert",
     "assemble",
+    "blend_states",
     "causal_mask",
     "compile_decoding",
+    "consistency_loss",
     "dense",
     "exit_law",
     "extend",
@@ -170,12 +194,15 @@ __all__ = [
     "gated",
     "generate",
     "grt",
+    "halted",
     "huginn",
     "initial_state",
     "initialise",
     "last_step_loss",
     "linear_ramp",
+    "loopformer",
     "map_tensors",
+    "mesh",
     "naive",
     "next_token_loss",
     "normal",
@@ -186,6 +213,9 @@ __all__ = [
     "search_layouts",
     "speculate",
     "sqrt_ramp",
+    "step_encoded",
     "stream",
+    "sum_states",
     "truncated_normal",
+    "universal",
 ]

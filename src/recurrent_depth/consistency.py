@@ -1,0 +1,72 @@
+"""Two runs of one model that shall agree: a deep one, and a shallow one that learns to end where it does."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int, Integer
+from torch import Tensor, nn
+
+from recurrent_depth.contracts import Notes
+from recurrent_depth.depth import Depth
+from recurrent_depth.exits import require_number
+from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.objective import next_token_loss
+from recurrent_depth.update import add_losses
+
+
+def consistency_loss(
+    long: Float[Tensor, "batch token dim"],
+    short: Float[Tensor, "batch token dim"],
+    mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
+) -> Float[Tensor, ""]:
+    """The mean square of `short - long` over the features of all real tokens; `long` is a target, without gradient."""
+    squares = (at_least_float32(short) - at_least_float32(long).detach()).square().mean(-1)
+    real = torch.ones_like(squares) if mask is None else mask.to(squares)
+    return (squares * real).sum() / real.sum().clamp(min=1)
+
+
+class WithConsistency(nn.Module):
+    """A model and LoopFormer's loss behind one `forward`: a run at full depth and a shallower one.
+
+    `loss(long) + short * loss(short) + consistency * mse(x_long, x_short)`, where `x` is what the final norm gives and
+    the long run's has no gradient. Auxiliary losses of each run count as its next-token loss does. It costs both runs.
+
+    Args:
+        model: the model.
+        short: the weight of the shallower run's loss.
+        consistency: the weight of the distance.
+
+    Raises:
+        ValueError: if a weight is no finite number.
+
+    Reference: Jeddi et al., 2026, arXiv 2602.11451.
+    """
+
+    def __init__(self, model: RecurrentTransformer, *, short: float | int = 0.1, consistency: float | int = 0.1):
+        super().__init__()
+        self.model = model
+        self.short, self.consistency = require_number("short", short), require_number("consistency", consistency)
+
+    def forward(
+        self,
+        tokens: Integer[Tensor, "batch token"],
+        num_steps: int | Depth | Sequence[int] | None = None,
+        *,
+        mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
+    ) -> Float[Tensor, ""]:
+        """The loss where the shallower run takes `num_steps`; the source draws them from 1 to full depth - 1."""
+        long_loss, long = self._run(tokens, None, mask)
+        short_loss, short = self._run(tokens, num_steps, mask)
+        return long_loss + self.short * short_loss + self.consistency * consistency_loss(long, short, mask)
+
+    def _run(self, tokens: Tensor, num_steps: int | Depth | Sequence[int] | None, mask: Tensor | None):
+        """The loss at this depth, and what the final norm gives."""
+        model, said = self.model, Notes()
+        begun = model.begin(tokens, num_steps, mask=mask)
+        (last,) = deque(model.core.steps(begun.state, begun.depth, begun.at, begun.views), maxlen=1)
+        x = model.norm(model.coda(model.core.update.read(last), begun.at._replace(notes=said)))
+        loss = next_token_loss(model.head(x, model.embed.token.weight), tokens, mask)
+        losses = add_losses(add_losses(last.losses, begun.notes.losses), said.losses)
+        return torch.stack([loss, *losses.values()]).sum(), x
