@@ -25,9 +25,18 @@ from recurrent_depth.convergence import ArgmaxStable, GateClosed, KLConverged, L
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
 from recurrent_depth.decoding import Left, extend, extend_until
+from recurrent_depth.dense_start import average_start, lower_start, relax, relaxed_stack, stepwise_start
 from recurrent_depth.depth import Depth, Layout
 from recurrent_depth.diagonal import DiagonalInjection, SquareMap
+from recurrent_depth.distillation import DistilledLoss, Taught, aligned_state_loss, distillation_loss, taught
 from recurrent_depth.embedding import Embedding, Head, PositionedEmbedding, ScaledTable, TiedHead, TokenEmbedding
+from recurrent_depth.exit_objective import (
+    ExitGainLoss,
+    ExpectedExitLoss,
+    SampledExitLoss,
+    every_step_loss,
+    exit_hazards,
+)
 from recurrent_depth.exits import AtLeast, ExitAfter, ExitRule, LearnedExit, exit_law
 from recurrent_depth.factorised import FactorisedEmbedding, FactorisedHead
 from recurrent_depth.forms import Form, GPT2Form, LlamaForm
@@ -52,6 +61,7 @@ from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.objective import WithObjective, last_step_loss, next_token_loss
 from recurrent_depth.pick import Pick
 from recurrent_depth.relatives import albert, huginn, ouro, parcae
+from recurrent_depth.relaxation import RelaxedStack, StepCorrections
 from recurrent_depth.residual import (
     BranchSandwich,
     PostNorm,
@@ -66,6 +76,8 @@ from recurrent_depth.search import search_layouts
 from recurrent_depth.speculation import Speculation, speculate
 from recurrent_depth.start import RandomState
 from recurrent_depth.step import StepBlocks
+from recurrent_depth.step_builders import ple, rrt
+from recurrent_depth.step_embedding import AddStepEmbedding, StepEmbedding
 from recurrent_depth.step_encoding import StepEncoding
 from recurrent_depth.stepwise_relatives import halted, loopformer, mesh, step_encoded, universal
 from recurrent_depth.time_conditioning import CoarseTimes, TimeConditionedUpdate, TimeEmbedding
@@ -78,6 +90,7 @@ from recurrent_depth.weight_start import WeightStart, normal, truncated_normal
 __all__ = [
     "MLP",
     "AddAnchor",
+    "AddStepEmbedding",
     "AnchoredGate",
     "ArgmaxStable",
     "At",
@@ -99,10 +112,13 @@ __all__ = [
     "DepthState",
     "DepthUpdate",
     "DiagonalInjection",
+    "DistilledLoss",
     "Embedding",
     "ExitAfter",
+    "ExitGainLoss",
     "ExitRule",
     "ExpectedDepth",
+    "ExpectedExitLoss",
     "FactorisedEmbedding",
     "FactorisedHead",
     "FixedDepth",
@@ -151,20 +167,25 @@ __all__ = [
     "RandomState",
     "RecurrentCore",
     "RecurrentTransformer",
+    "RelaxedStack",
     "ReplaceState",
     "Residual",
     "ResidualProjection",
     "ResidualSandwich",
     "Rotary",
+    "SampledExitLoss",
     "Sampling",
     "ScaledTable",
     "Speculation",
     "SquareMap",
     "Stack",
     "StepBlocks",
+    "StepCorrections",
+    "StepEmbedding",
     "StepEncoding",
     "StepRouter",
     "SwiGLU",
+    "Taught",
     "TiedHead",
     "TimeConditionedUpdate",
     "TimeEmbedding",
@@ -182,12 +203,17 @@ __all__ = [
     "WriteShare",
     "accounting",
     "albert",
+    "aligned_state_loss",
     "assemble",
+    "average_start",
     "blend_states",
     "causal_mask",
     "compile_decoding",
     "consistency_loss",
     "dense",
+    "distillation_loss",
+    "every_step_loss",
+    "exit_hazards",
     "exit_law",
     "extend",
     "extend_until",
@@ -201,6 +227,7 @@ __all__ = [
     "last_step_loss",
     "linear_ramp",
     "loopformer",
+    "lower_start",
     "map_tensors",
     "mesh",
     "naive",
@@ -209,13 +236,19 @@ __all__ = [
     "ouro",
     "parcae",
     "plain",
+    "ple",
     "presets",
+    "relax",
+    "relaxed_stack",
+    "rrt",
     "search_layouts",
     "speculate",
     "sqrt_ramp",
     "step_encoded",
+    "stepwise_start",
     "stream",
     "sum_states",
+    "taught",
     "truncated_normal",
     "universal",
 ]

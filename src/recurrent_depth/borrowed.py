@@ -16,10 +16,15 @@ class Borrowed(nn.Module):
         super().__init__()
         self._module = (module,)  # in a tuple, where torch does not look for modules
 
+    @property
+    def module(self) -> Any:
+        """The module."""
+        return self._module[0]
+
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """What the module gives."""
-        return self._module[0](*arguments, **named)
+        return self.module(*arguments, **named)
 
     def extra_repr(self) -> str:
         """Whose it is, for `print(model)`."""
-        return type(self._module[0]).__name__
+        return type(self.module).__name__

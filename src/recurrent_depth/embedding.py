@@ -68,7 +68,7 @@ class PositionedEmbedding(Embedding):
         self, tokens: Int[Tensor, "batch token"], positions: Int[Tensor, "#batch token"]
     ) -> Float[Tensor, "batch token dim"]:
         """The embedding of each token at its position."""
-        check_learned(positions, tokens.shape[1], self.num_positions)
+        check_learned(positions, tokens.shape[1], self.position.num_embeddings)
         return self.token(tokens) + self.position(positions)
 
 
@@ -87,9 +87,9 @@ class ScaledTable(nn.Embedding):
         super().__init__(vocab_size, dim)
         self.scale = scale
 
-    def forward(self, input: Int[Tensor, "batch token"]) -> Float[Tensor, "batch token dim"]:
+    def forward(self, tokens: Int[Tensor, "batch token"]) -> Float[Tensor, "batch token dim"]:
         """The scaled embedding of each token."""
-        return self.scale * super().forward(input)
+        return self.scale * super().forward(tokens)
 
 
 def check_learned(positions: Int[Tensor, "#batch token"], num_tokens: int, num_positions: int) -> None:

@@ -12,9 +12,9 @@ def initialise(model: RecurrentTransformer, *, std: float | None = None, residua
     """Gives every weight its start, as nanoGPT does, also for a model that comes from the meta device.
 
     Linear layers and embeddings are drawn from N(0, std²), or as `model.weight_start` says, their biases are 0, norms
-    1; each `ResidualProjection`, which ends a residual branch, is narrower. A part with a start of its own, such as the bias of the gate, sets it in
-    `reset_parameters`, which is called after its children had theirs; without that method its own parameters stay as
-    they are.
+    1; each `ResidualProjection`, which ends a residual branch, is narrower. A part with a start of its own, such as the
+    bias of the gate, sets it in `reset_parameters`, which is called after its children had theirs; without that method
+    its own parameters stay as they are.
 
     Args:
         model: the model, changed in place.

@@ -33,24 +33,49 @@ def next_token_loss(
     Raises:
         ValueError: if there is no next token to predict, or logits or mask are not of the tokens' shape.
     """
-    _check_shapes(logits, tokens, mask)
+    if logits.shape[:2] != tokens.shape:
+        raise ValueError(f"logits must be for tokens of shape {tuple(tokens.shape)}, got {tuple(logits.shape)}.")
+    targets = next_token_targets(tokens, mask)
+    total = F.cross_entropy(
+        at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total / num_targets(targets)
+
+
+def next_token_targets(tokens: Tensor, mask: Tensor | None) -> Int[Tensor, "batch token"]:
+    """The token that stands behind each token; `IGNORED` where there is none, or where one of the two is padding.
+
+    Raises:
+        ValueError: if there is no next token to predict, or the mask is not of the tokens' shape.
+    """
+    if mask is not None and mask.shape != tokens.shape:
+        raise ValueError(f"mask must be {tuple(tokens.shape)} like tokens, got {tuple(mask.shape)}.")
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens must be at least 2 long to have a next token, got shape {tuple(tokens.shape)}.")
     targets = tokens[:, 1:].long()
     if mask is not None:
         targets = targets.masked_fill(~(mask[:, :-1].bool() & mask[:, 1:].bool()), IGNORED)
-    targets = F.pad(targets, (0, 1), value=IGNORED)
-    total = F.cross_entropy(
-        at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    return F.pad(targets, (0, 1), value=IGNORED)
+
+
+def num_targets(targets: Int[Tensor, "batch token"]) -> Int[Tensor, ""]:
+    """How many targets count; at least 1, so that a batch without any costs nothing."""
+    return (targets != IGNORED).sum().clamp(min=1)
+
+
+def token_losses(
+    logits: Float[Tensor, "batch token vocab"], targets: Int[Tensor, "batch token"]
+) -> Float[Tensor, "batch token"]:
+    """The cross-entropy of each target, in nats; 0 where it is ignored."""
+    losses = F.cross_entropy(
+        at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORED, reduction="none"
     )
-    return total / (targets != IGNORED).sum().clamp(min=1)
+    return losses.view(targets.shape)
 
 
-def _check_shapes(logits: Tensor, tokens: Tensor, mask: Tensor | None) -> None:
-    if logits.shape[:2] != tokens.shape:
-        raise ValueError(f"logits must be for tokens of shape {tuple(tokens.shape)}, got {tuple(logits.shape)}.")
-    if mask is not None and mask.shape != tokens.shape:
-        raise ValueError(f"mask must be {tuple(tokens.shape)} like tokens, got {tuple(mask.shape)}.")
+def with_auxiliary(loss: Float[Tensor, ""], trajectory: Trajectory) -> Float[Tensor, ""]:
+    """The loss and the auxiliary ones of the loop and the blocks, added up; to be called after the outputs are read."""
+    return torch.stack([loss, *trajectory.losses.values()]).sum()
 
 
 def last_step_loss(
@@ -60,7 +85,7 @@ def last_step_loss(
 ) -> Float[Tensor, ""]:
     """The next-token loss after the last step, plus the auxiliary losses: how the GRT is trained, at sampled depth."""
     loss = next_token_loss(trajectory.output, tokens, mask)
-    return torch.stack([loss, *trajectory.losses.values()]).sum()
+    return with_auxiliary(loss, trajectory)
 
 
 class WithObjective(nn.Module):

@@ -63,17 +63,19 @@ def huginn(
 
     Reference: Geiping et al., 2025, arXiv 2502.05171.
     """
-    parts, sizes = form(dim, num_heads), _sizes(vocab_size, context_length)
-    norm, std = parts.norm(), math.sqrt(2 / (5 * dim))
+    _check_sizes(vocab_size, context_length)
+    parts, std = form(dim, num_heads), math.sqrt(2 / (5 * dim))
+    norm = parts.norm()
     update = ReplaceState(ConcatProjection(dim, bias=False), start=RandomState(state_std))
     return assemble(
         layout,
         parts,
         BehindLoop(update, Borrowed(norm)),
-        embed=_scaled(parts.embedding(**sizes), math.sqrt(dim)),
+        vocab_size=vocab_size,
+        context_length=context_length,
+        embed=_scaled(parts.embedding(vocab_size, context_length), math.sqrt(dim)),
         norm=norm,
         start=WeightStart(std, truncated_normal),
-        **sizes,
     )
 
 
@@ -134,10 +136,18 @@ def albert(
     Reference: Lan et al., 2019, arXiv 1909.11942.
     """
     layout = Layout(0, 1, require_whole("num_layers", num_layers, at_least=1), 0)
-    parts, sizes = form(dim, num_heads), _sizes(vocab_size, context_length)
+    _check_sizes(vocab_size, context_length)
+    parts = form(dim, num_heads)
     num_positions = parts.embedding(1, context_length).num_positions
-    embed = FactorisedEmbedding(vocab_size, inner_dim, dim, num_positions=num_positions)
-    return assemble(layout, parts, plain(dim), embed=embed, head=FactorisedHead(dim, inner_dim), **sizes)
+    return assemble(
+        layout,
+        parts,
+        plain(dim),
+        vocab_size=vocab_size,
+        context_length=context_length,
+        embed=FactorisedEmbedding(vocab_size, inner_dim, dim, num_positions=num_positions),
+        head=FactorisedHead(dim, inner_dim),
+    )
 
 
 @beartype
@@ -177,10 +187,9 @@ def parcae(
     )
 
 
-def _sizes(vocab_size: int, context_length: int) -> dict[str, int]:
+def _check_sizes(vocab_size: int, context_length: int) -> None:
     require_whole("vocab_size", vocab_size, at_least=1)
     require_whole("context_length", context_length, at_least=1)
-    return {"vocab_size": vocab_size, "context_length": context_length}
 
 
 def _scaled(embedding: Embedding, scale: float) -> Embedding:

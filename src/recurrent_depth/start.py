@@ -20,7 +20,7 @@ class RandomState(nn.Module):
     Raises:
         ValueError: if `std` is negative or not finite.
 
-    Reference: Geiping et al., 2025, arXiv 2502.05171; the start from zeros is ours, so that evaluation is deterministic.
+    Reference: Geiping et al., 2025, arXiv 2502.05171; that evaluation starts from zeros is our choice.
     """
 
     def __init__(self, std: float, *, in_evaluation: bool = False):

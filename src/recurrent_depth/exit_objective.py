@@ -1,0 +1,201 @@
+"""Training objectives that read every step: all exits alike, those of a learned exit, and the exit itself.
+
+None holds more than one step's logits at a time: each step's are recomputed in the backward pass.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float, Int, Integer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from recurrent_depth.exits import ExitRule, exit_law, require_number
+from recurrent_depth.objective import (
+    IGNORED,
+    next_token_loss,
+    next_token_targets,
+    num_targets,
+    token_losses,
+    with_auxiliary,
+)
+from recurrent_depth.rows import map_changing
+from recurrent_depth.trajectory import Trajectory
+from recurrent_depth.update import DepthState
+
+Mask = Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None
+"""True at real tokens."""
+
+
+def every_step_loss(
+    trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
+) -> Float[Tensor, ""]:
+    """The mean over all steps of the next-token loss after each, plus the auxiliary losses: every exit counts alike.
+
+    Raises:
+        ValueError: if the trajectory kept not every step.
+    """
+    targets = next_token_targets(tokens, mask)
+    total = torch.stack([losses.sum() for losses in losses_by_step(trajectory, targets)]).mean()
+    return with_auxiliary(total / num_targets(targets), trajectory)
+
+
+class ExpectedExitLoss(nn.Module):
+    """Ouro's first stage: `sum_t p_t CE_t - entropy * H(p)`, where `p` is the law of a learned exit for each token.
+
+    The mean over all targets, plus the auxiliary losses. Exit and model learn together; the entropy keeps the law from
+    falling onto one step before the others are any good. Up to a constant this is the ELBO under an even prior.
+
+    Args:
+        rule: the exit; its parameters are this objective's, so that `WithObjective(...).parameters()` has them.
+        entropy: the weight of the entropy, in nats; 0.1, then 0.05 in the source.
+
+    Raises:
+        ValueError: if `entropy` is no finite number; in a forward, if the trajectory kept not every step.
+
+    Reference: Zhu et al., 2025, arXiv 2510.25741.
+    """
+
+    def __init__(self, rule: ExitRule, *, entropy: float | int = 0.05):
+        super().__init__()
+        self.rule, self.entropy = rule, require_number("entropy", entropy)
+
+    def forward(
+        self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
+    ) -> Float[Tensor, ""]:
+        """The loss, in nats per predicted token."""
+        targets = next_token_targets(tokens, mask)
+        law = exit_law(exit_hazards(self.rule, trajectory))
+        losses = losses_by_step(trajectory, targets)
+        expected = sum(chance * loss for chance, loss in zip(law, losses, strict=True))
+        objective = (expected - self.entropy * entropy_of(law)).masked_fill(targets == IGNORED, 0.0)
+        return with_auxiliary(objective.sum() / num_targets(targets), trajectory)
+
+
+class ExitGainLoss(nn.Module):
+    """Ouro's second stage: the exit alone learns to go on where the next step still helps; the model learns nothing.
+
+    From step 2 on, the chance to go on is drawn to `sigmoid(sharpness * (gain - threshold))` by a binary cross-entropy,
+    where the gain is by how much the step lowered the token's loss, at least 0. The sum over those steps is divided by
+    the number of all steps, as in the source. Freeze the model, so that no graph of it is built.
+
+    Args:
+        rule: the exit.
+        sharpness: how steeply the target rises with the gain.
+        threshold: the gain, in nats, at which going on is as good as leaving.
+
+    Raises:
+        ValueError: if a number is not finite; in a forward, if the trajectory kept not every step.
+
+    Reference: Zhu et al., 2025, arXiv 2510.25741.
+    """
+
+    def __init__(self, rule: ExitRule, *, sharpness: float | int = 50.0, threshold: float | int = 0.005):
+        super().__init__()
+        self.rule = rule
+        self.sharpness, self.threshold = (
+            require_number("sharpness", sharpness),
+            require_number("threshold", threshold),
+        )
+
+    def forward(
+        self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
+    ) -> Float[Tensor, ""]:
+        """The loss of the exit, in nats per predicted token; 0 where a trajectory has one step."""
+        targets = next_token_targets(tokens, mask)
+        frozen = trajectory._replace(states=tuple(map_changing(Tensor.detach, state) for state in trajectory.states))
+        with torch.no_grad():
+            losses = torch.stack(list(losses_by_step(frozen, targets)))
+            gains = (losses[:-1] - losses[1:]).clamp(min=0)
+            goes_on = torch.sigmoid(self.sharpness * (gains - self.threshold))
+        leaves = exit_hazards(self.rule, frozen)[1:]
+        surprise = -(goes_on * _log(1 - leaves) + (1 - goes_on) * _log(leaves))
+        counted = surprise.masked_fill(targets == IGNORED, 0.0)
+        return counted.sum() / (len(losses) * num_targets(targets))
+
+
+class SampledExitLoss(nn.Module):
+    """The next-token loss where each token leaves at a step drawn from the law of an exit, plus the auxiliary losses.
+
+    One readout, however many steps: without a coda it is `sum_t p_t CE_t` on average. With one, the coda sees tokens
+    that left at different steps, as it does in decoding. The exit itself does not learn from it; it may be fixed, or
+    learn by `ExitGainLoss`. The draw is from the global RNG.
+
+    Raises:
+        ValueError: in a forward, if the trajectory kept not every step.
+    """
+
+    def __init__(self, rule: ExitRule):
+        super().__init__()
+        self.rule = rule
+
+    def forward(
+        self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
+    ) -> Float[Tensor, ""]:
+        """The loss, in nats per predicted token."""
+        with torch.no_grad():
+            law = exit_law(exit_hazards(self.rule, trajectory))
+            left = law.cumsum(0)[:-1] <= torch.rand_like(law[0])  # (step, token): has not left by then
+        state = trajectory.states[0]
+        for stays, later in zip(left, trajectory.states[1:], strict=True):
+            state = _where(stays, later, state)
+        return with_auxiliary(next_token_loss(trajectory.readout(state), tokens, mask), trajectory)
+
+
+def exit_hazards(rule: ExitRule, trajectory: Trajectory) -> Float[Tensor, "step batch token"]:
+    """What a rule says after each step if nobody leaves; `exit_law` makes the chances to leave of it.
+
+    Raises:
+        ValueError: if the trajectory kept not every step.
+    """
+    carry, hazards = None, []
+    for step, state in enumerate(every_state(trajectory)):
+        carry, hazard = rule.hazard(carry, state, trajectory.readout, step)
+        hazards.append(hazard)
+    return torch.stack(hazards)
+
+
+def losses_by_step(
+    trajectory: Trajectory, targets: Int[Tensor, "batch token"]
+) -> Iterator[Float[Tensor, "batch token"]]:
+    """The loss of each target after each step. Of the logits nothing is kept; the backward makes them anew.
+
+    Raises:
+        ValueError: if the trajectory kept not every step.
+    """
+
+    def losses(state: DepthState) -> Tensor:
+        return token_losses(trajectory.readout(state), targets)
+
+    for state in every_state(trajectory):
+        yield checkpoint(losses, state, use_reentrant=False) if torch.is_grad_enabled() else losses(state)
+
+
+def entropy_of(law: Float[Tensor, "step batch token"]) -> Float[Tensor, "batch token"]:
+    """The entropy over the steps, in nats; chances of 0 add nothing, and a finite gradient."""
+    return -(law * _log(law)).sum(0)
+
+
+def every_state(trajectory: Trajectory) -> tuple[DepthState, ...]:
+    """The states of a trajectory that kept all of them.
+
+    Raises:
+        ValueError: if it did not.
+    """
+    if len(trajectory.states) != trajectory.num_steps:
+        raise ValueError(
+            f"The objective reads the state after each of {trajectory.num_steps} steps, but the trajectory kept "
+            f"{len(trajectory.states)}: give every_step=True, to WithObjective too."
+        )
+    return trajectory.states
+
+
+def _log(chance: Tensor) -> Tensor:
+    return chance.clamp(min=torch.finfo(chance.dtype).tiny).log()
+
+
+def _where(chosen: Bool[Tensor, "batch token"], some: DepthState, others: DepthState) -> DepthState:
+    def pick(one: Tensor, other: Tensor) -> Tensor:
+        return torch.where(chosen.reshape(*chosen.shape, *[1] * (one.ndim - 2)), one, other)
+
+    return map_changing(pick, some, others)._replace(losses=some.losses)
