@@ -36,6 +36,13 @@ TWO_NORMS = "core.update.gate.state_norm.weight core.update.gate.anchor_norm.wei
 POSITIONED = "embed.token.weight embed.position.weight norm.weight"
 
 
+ADAPTER = "core.update.inner.inject.state.weight core.update.inner.inject.anchor.weight"
+DIAGONAL = """
+core.update.inner.inject.log_rate core.update.inner.inject.dt_bias core.update.inner.inject.norm.weight
+core.update.inner.inject.input.linear.weight core.update.module.linear.weight
+"""
+
+
 def around(block: str, core: int = 1, prelude: int = 1, coda: int = 1) -> list[str]:
     stacks = [("prelude", prelude), ("core.stack", core), ("coda", coda)]
     return [f"{name}.blocks.{i}.{part}" for name, count in stacks for i in range(count) for part in block.split()]
@@ -60,6 +67,13 @@ GOLDEN = {
         partial(rd.grt, form=partial(sandwich, tied=False)),
         [*around(SANDWICH_BLOCK), INJECTION, GATE, TWO_NORMS, "embed.token.weight norm.weight head.linear.weight"],
     ),
+    "huginn": (rd.huginn, [*around(SANDWICH_BLOCK), ADAPTER, "embed.token.weight norm.weight"]),
+    "ouro": (rd.ouro, [*around(SANDWICH_BLOCK), "embed.token.weight norm.weight"]),
+    "albert": (
+        lambda layout, **sizes: rd.albert(layout.num_steps, **sizes),
+        [*around(GPT2_BLOCK, prelude=0, coda=0), POSITIONED, "embed.project.weight head.project.weight"],
+    ),
+    "parcae": (rd.parcae, [*around(LLAMA_BLOCK), DIAGONAL, "embed.token.weight norm.weight"]),
     "naive": (rd.naive, [*around(GPT2_BLOCK), POSITIONED]),
     "dense, biases": (
         lambda layout, **sizes: rd.dense(3, form=partial(rd.GPT2Form, bias=True), **sizes),
@@ -122,8 +136,9 @@ def test_a_model_from_the_meta_device_is_initialised_like_any_other(build):
     usual = dict(tiny(build, rd.Layout(1, 1, 3, 1), dim=64).named_parameters())
     for name, weight in model.named_parameters():
         assert weight.isfinite().all(), name
-        assert weight.mean().item() == pytest.approx(usual[name].mean().item(), abs=2e-3), name
-        assert weight.std().item() == pytest.approx(usual[name].std().item(), rel=0.2), name
+        mean, std = usual[name].mean().item(), usual[name].std().item()
+        assert weight.mean().item() == pytest.approx(mean, abs=6 * std * (2 / weight.numel()) ** 0.5 + 1e-9), name
+        assert weight.std().item() == pytest.approx(std, rel=5 * weight.numel() ** -0.5), name
     assert model(torch.randint(23, (2, 5))).isfinite().all()
 
 
