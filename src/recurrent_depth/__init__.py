@@ -2,11 +2,13 @@
 
 from recurrent_depth import accounting, presets
 from recurrent_depth.attention import Attention, NoRotary, Rotary, causal_mask
+from recurrent_depth.balance import Balance, BalanceBias, BalanceLoss
 from recurrent_depth.behind import BehindLoop, NormEachStep
 from recurrent_depth.blocks import MLP, Block, PlainBlock, Stack, SwiGLU, TransformerBlock
 from recurrent_depth.borrowed import Borrowed
 from recurrent_depth.builders import assemble, dense, gated, grt, naive, plain
 from recurrent_depth.cache import DepthCache
+from recurrent_depth.capacity import CosineCapacities, falling_capacities
 from recurrent_depth.choice import Greedy, Sampling, TokenChoice
 from recurrent_depth.compiled_decoding import compile_decoding
 from recurrent_depth.conditioned_block import ConditionedBlock
@@ -59,7 +61,7 @@ from recurrent_depth.kv_policy import (
 from recurrent_depth.memory_slots import MemorySlotsUpdate, StepRouter
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.objective import WithObjective, last_step_loss, next_token_loss
-from recurrent_depth.pick import Pick
+from recurrent_depth.pick import Pick, pick_chosen, pick_fewest
 from recurrent_depth.relatives import albert, huginn, ouro, parcae
 from recurrent_depth.relaxation import RelaxedStack, StepCorrections
 from recurrent_depth.residual import (
@@ -70,17 +72,32 @@ from recurrent_depth.residual import (
     ResidualProjection,
     ResidualSandwich,
 )
+from recurrent_depth.routed_builders import every_other, expert_choice, mod, mor, token_choice
+from recurrent_depth.router import Router, RouterState, Routing
+from recurrent_depth.router_scores import LinearScores, MLPScores, RouterScores
+from recurrent_depth.router_weights import (
+    ConstantWeight,
+    RawWeight,
+    RouterWeight,
+    SigmoidWeight,
+    SoftmaxWeight,
+    TanhWeight,
+)
+from recurrent_depth.routers import ExpertChoice, MixtureOfDepths
+from recurrent_depth.routing import AddWeighted, Combination, Interpolate, RoutedUpdate
 from recurrent_depth.row_sampling import PoissonDepthPerRow
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
 from recurrent_depth.search import search_layouts
 from recurrent_depth.speculation import Speculation, speculate
 from recurrent_depth.start import RandomState
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.step_builders import ple, rrt
 from recurrent_depth.step_embedding import AddStepEmbedding, StepEmbedding
 from recurrent_depth.step_encoding import StepEncoding
+from recurrent_depth.step_weight_relatives import ple, rrt
 from recurrent_depth.stepwise_relatives import halted, loopformer, mesh, step_encoded, universal
 from recurrent_depth.time_conditioning import CoarseTimes, TimeConditionedUpdate, TimeEmbedding
+from recurrent_depth.token_choice import TokenChoice
+from recurrent_depth.top_tokens import TopTokens
 from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.trees import map_tensors
 from recurrent_depth.universal_form import UniversalForm
@@ -91,11 +108,15 @@ __all__ = [
     "MLP",
     "AddAnchor",
     "AddStepEmbedding",
+    "AddWeighted",
     "AnchoredGate",
     "ArgmaxStable",
     "At",
     "AtLeast",
     "Attention",
+    "Balance",
+    "BalanceBias",
+    "BalanceLoss",
     "BehindLoop",
     "Block",
     "BlockCost",
@@ -103,8 +124,11 @@ __all__ = [
     "BranchSandwich",
     "Call",
     "CoarseTimes",
+    "Combination",
     "ConcatProjection",
     "ConditionedBlock",
+    "ConstantWeight",
+    "CosineCapacities",
     "Depth",
     "DepthCache",
     "DepthGate",
@@ -119,6 +143,7 @@ __all__ = [
     "ExitRule",
     "ExpectedDepth",
     "ExpectedExitLoss",
+    "ExpertChoice",
     "FactorisedEmbedding",
     "FactorisedHead",
     "FixedDepth",
@@ -133,6 +158,7 @@ __all__ = [
     "HaltingUpdate",
     "Head",
     "Injection",
+    "Interpolate",
     "JointNormGate",
     "KLConverged",
     "KVStepPolicy",
@@ -149,8 +175,11 @@ __all__ = [
     "Layout",
     "LearnedExit",
     "Left",
+    "LinearScores",
     "LlamaForm",
+    "MLPScores",
     "MemorySlotsUpdate",
+    "MixtureOfDepths",
     "ModelKeyValues",
     "NoRotary",
     "NormEachStep",
@@ -165,6 +194,7 @@ __all__ = [
     "PreNorm",
     "RampedDepth",
     "RandomState",
+    "RawWeight",
     "RecurrentCore",
     "RecurrentTransformer",
     "RelaxedStack",
@@ -173,9 +203,17 @@ __all__ = [
     "ResidualProjection",
     "ResidualSandwich",
     "Rotary",
+    "RoutedUpdate",
+    "Router",
+    "RouterScores",
+    "RouterState",
+    "RouterWeight",
+    "Routing",
     "SampledExitLoss",
     "Sampling",
     "ScaledTable",
+    "SigmoidWeight",
+    "SoftmaxWeight",
     "Speculation",
     "SquareMap",
     "Stack",
@@ -185,6 +223,7 @@ __all__ = [
     "StepEncoding",
     "StepRouter",
     "SwiGLU",
+    "TanhWeight",
     "Taught",
     "TiedHead",
     "TimeConditionedUpdate",
@@ -192,6 +231,7 @@ __all__ = [
     "TokenChoice",
     "TokenEmbedding",
     "TokenHalted",
+    "TopTokens",
     "Trajectory",
     "TransformerBlock",
     "UniformDepth",
@@ -212,11 +252,14 @@ __all__ = [
     "consistency_loss",
     "dense",
     "distillation_loss",
+    "every_other",
     "every_step_loss",
     "exit_hazards",
     "exit_law",
+    "expert_choice",
     "extend",
     "extend_until",
+    "falling_capacities",
     "gated",
     "generate",
     "grt",
@@ -230,11 +273,15 @@ __all__ = [
     "lower_start",
     "map_tensors",
     "mesh",
+    "mod",
+    "mor",
     "naive",
     "next_token_loss",
     "normal",
     "ouro",
     "parcae",
+    "pick_chosen",
+    "pick_fewest",
     "plain",
     "ple",
     "presets",
@@ -249,6 +296,7 @@ __all__ = [
     "stream",
     "sum_states",
     "taught",
+    "token_choice",
     "truncated_normal",
     "universal",
 ]

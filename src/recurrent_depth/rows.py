@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recurrent_depth.contracts import At
 from recurrent_depth.depth import Depth
+from recurrent_depth.step import map_rows_of_at
 from recurrent_depth.trees import map_tensors
 from recurrent_depth.update import DepthState, add_losses
 
@@ -86,10 +87,3 @@ def map_changing(change: Callable[..., Tensor], state: DepthState, *others: Dept
 def map_rows(change: Callable[[Tensor], Tensor], state: DepthState) -> DepthState:
     """Applies a change of rows to every leaf that has rows: all but the losses."""
     return DepthState(*map_tensors(change, tuple(state[:-1])), losses=state.losses)
-
-
-def map_rows_of_at(change: Callable[[Tensor], Tensor], at: At) -> At:
-    """Applies a change of rows to what a block may read; positions shared by all rows stay."""
-    shared = at.positions is not None and at.positions.shape[0] == 1
-    positions = at.positions if shared else map_tensors(change, at.positions)
-    return at._replace(positions=positions, mask=map_tensors(change, at.mask), valid=map_tensors(change, at.valid))

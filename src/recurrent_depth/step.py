@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from recurrent_depth.attention import causal_mask
@@ -60,10 +60,18 @@ class StepBlocks:
             return self.stack(x, at._replace(condition=condition, notes=self.notes), self.step, views)
         notes = _pick_notes(self.notes, self.pick)
         views = None if self.kv is None else self.kv(pick=self.pick)
-        at = pick_at(self.at, self.pick) if views is None else pick_cached(self.at, self.pick, views[0].valid)
+        at, pick = _at_rows(self.at, self.pick.rows), self.pick.within_rows()
+        at = pick_at(at, pick) if views is None else pick_cached(at, pick, views[0].valid)
         out = self.stack(x, at._replace(condition=condition, notes=notes), self.step, views)
         _return_notes(notes, self.notes, self.pick, self.at)
         return out
+
+    @property
+    def valid(self) -> Bool[Tensor, "row picked"] | None:
+        """Which of the tokens that calls are about are real; None where all are."""
+        if self.pick is None or self.at.valid is None:
+            return self.at.valid if self.pick is None else self.pick.valid
+        return self.pick.gather(self.at.valid) & self.pick.valid_like()
 
     def picked(self, pick: Pick) -> "StepBlocks":
         """The same blocks for the picked tokens alone: what a router hands to the update that it wraps."""
@@ -73,6 +81,17 @@ class StepBlocks:
     def conditioned(self, condition: Tree) -> "StepBlocks":
         """The same blocks, which read this condition: what a wrapper hands to the update within. It is not picked."""
         return StepBlocks(self.stack, self.at, self.step, self.kv, self.notes, self.pick, condition)
+
+
+def map_rows_of_at(change: Callable[[Tensor], Tensor], at: At) -> At:
+    """Applies a change of rows to what a block may read; positions shared by all rows stay."""
+    shared = at.positions is not None and at.positions.shape[0] == 1
+    positions = at.positions if shared else map_tensors(change, at.positions)
+    return at._replace(positions=positions, mask=map_tensors(change, at.mask), valid=map_tensors(change, at.valid))
+
+
+def _at_rows(at: At, rows: Int[Tensor, " row"] | None) -> At:
+    return at if rows is None else map_rows_of_at(lambda leaf: leaf[rows], at)
 
 
 def pick_at(at: At, pick: Pick) -> At:
@@ -126,6 +145,6 @@ def _scatter_memory(notes: Notes, layer: int, memory: Tree, pick: Pick, at: At) 
     if at.positions is None:
         raise ValueError("at.positions is None, but a block that remembers needs them where tokens are picked.")
     num_tokens = at.positions.shape[1]
-    blank = map_tensors(lambda leaf: leaf.new_zeros(leaf.shape[0], num_tokens, *leaf.shape[2:]), memory)
+    blank = map_tensors(lambda leaf: leaf.new_zeros(pick.batch or leaf.shape[0], num_tokens, *leaf.shape[2:]), memory)
     whole = notes.after.get(layer, notes.before.get(layer, blank))
     return map_tensors(pick.scatter, whole, memory)

@@ -27,8 +27,17 @@ def views_of(turn: Turn) -> ModelKeyValues:
 
 
 def _core(turn: Turn, step: int, rows: Rows = None, pick: Pick | None = None) -> "StepViews":
-    views = StepViews(turn, "core", turn.policy, step, rows, pick)
-    turn.steps.append(Step(step, rows, views.picked))
+    if pick is None or pick.rows is None:
+        views = StepViews(turn, "core", turn.policy, step, rows, pick)
+        turn.steps.append(Step(step, rows, views.picked))
+        return views
+    # Rows that pick nobody take the step too, though no block runs for them: they leave holes, and have not left.
+    everyone = torch.arange(turn.shape[0], device=pick.rows.device)
+    given = everyone if rows is None else everyone[rows]
+    views = StepViews(turn, "core", turn.policy, step, given[pick.rows], pick.within_rows())
+    assert views.picked is not None
+    picked = views.picked.new_zeros(len(given), turn.shape[1]).index_copy(0, pick.rows, views.picked)
+    turn.steps.append(Step(step, rows, picked))
     return views
 
 

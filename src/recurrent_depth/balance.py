@@ -1,0 +1,106 @@
+"""What keeps a router from sending all tokens to the same depth."""
+
+import abc
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from recurrent_depth.depth import require_whole
+from recurrent_depth.top_tokens import row_mean
+
+
+class Balance(nn.Module, abc.ABC):
+    """Keeps tokens from all choosing the same depth."""
+
+    @abc.abstractmethod
+    def preference(self, weights: Float[Tensor, "batch token depth"]) -> Float[Tensor, "batch token depth"]:
+        """What a token takes the largest of."""
+
+    @abc.abstractmethod
+    def losses(
+        self,
+        weights: Float[Tensor, "batch token depth"],
+        last: Int[Tensor, "batch token"],
+        real: Bool[Tensor, "batch token"],
+    ) -> dict[str, Float[Tensor, ""]]:
+        """Losses by name, given the weights of all depths and each token's last step."""
+
+
+class BalanceLoss(Balance):
+    """`coefficient * sum_i P_i f_i`: `P_i` the mean weight of depth i, `f_i` the number of depths times its share.
+
+    Of each text by itself, then the mean over texts: so it does not depend on how a batch is split. The released code
+    pools the batch. It is the coefficient where all depths are taken evenly, and the number of depths times that where
+    all tokens agree with certainty.
+
+    Reference: Bae et al., 2025, arXiv 2507.10524.
+    """
+
+    def __init__(self, coefficient: float = 0.1):
+        super().__init__()
+        self.coefficient = coefficient
+
+    def preference(self, weights: Float[Tensor, "batch token depth"]) -> Float[Tensor, "batch token depth"]:
+        """The weights."""
+        return weights
+
+    def losses(
+        self,
+        weights: Float[Tensor, "batch token depth"],
+        last: Int[Tensor, "batch token"],
+        real: Bool[Tensor, "batch token"],
+    ) -> dict[str, Float[Tensor, ""]]:
+        """The loss."""
+        num_depths = weights.shape[-1]
+        share = row_mean(F.one_hot(last, num_depths).to(weights.dtype), real)
+        balance = (row_mean(weights, real) * num_depths * share).sum(-1).mean()
+        return {"balance": self.coefficient * balance}
+
+
+class BalanceBias(Balance):
+    """A bias per depth, added to the weights where depths are compared and nowhere else; no loss.
+
+    Call `update` after each step of training, with the depths that its tokens took: a trajectory's
+    `states[-1].context.router.last`.
+
+    Args:
+        num_depths: how many depths.
+        rate: how far a bias moves at each update.
+
+    Reference: Wang et al., 2024, arXiv 2408.15664; Bae et al., 2025, arXiv 2507.10524.
+    """
+
+    def __init__(self, num_depths: int, rate: float = 0.001):
+        super().__init__()
+        self.rate = rate
+        self.register_buffer("bias", torch.zeros(require_whole("num_depths", num_depths, at_least=1)))
+
+    def reset_parameters(self) -> None:
+        """Forgets all updates."""
+        nn.init.zeros_(self.get_buffer("bias"))
+
+    def preference(self, weights: Float[Tensor, "batch token depth"]) -> Float[Tensor, "batch token depth"]:
+        """Weights and bias."""
+        return weights + self.get_buffer("bias")
+
+    def losses(
+        self,
+        weights: Float[Tensor, "batch token depth"],
+        last: Int[Tensor, "batch token"],
+        real: Bool[Tensor, "batch token"],
+    ) -> dict[str, Float[Tensor, ""]]:
+        """None."""
+        return {}
+
+    @torch.no_grad()
+    def update(self, last: Int[Tensor, "batch token"], mask: Bool[Tensor, "batch token"] | None = None) -> None:
+        """`bias_i += rate * sign(mean share - share_i)`, with the shares of depths among the real tokens.
+
+        With several processes give the tokens of all, or the biases drift apart.
+        """
+        bias = self.get_buffer("bias")
+        taken = last.flatten() if mask is None else last[mask]
+        share = F.one_hot(taken, len(bias)).to(bias.dtype).mean(0)
+        bias += self.rate * (share.mean() - share).sign()

@@ -1,0 +1,162 @@
+"""Builders of the routed designs, Mixture-of-Recursions and Mixture-of-Depths, and their routers. Assembly only."""
+
+from collections.abc import Callable, Sequence
+
+from beartype import beartype
+
+from recurrent_depth.balance import BalanceLoss
+from recurrent_depth.builders import UpdateFactory, assemble, plain
+from recurrent_depth.capacity import falling_capacities
+from recurrent_depth.depth import Layout
+from recurrent_depth.forms import Form, GPT2Form
+from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.router import Router
+from recurrent_depth.router_scores import LinearScores
+from recurrent_depth.router_weights import RawWeight, SigmoidWeight, SoftmaxWeight
+from recurrent_depth.routers import ExpertChoice, MixtureOfDepths
+from recurrent_depth.routing import AddWeighted, Combination, Interpolate, RoutedUpdate
+from recurrent_depth.token_choice import TokenChoice
+from recurrent_depth.top_tokens import TopTokens
+
+RouterFactory = Callable[[int, int], Router]
+"""Makes a router for a width and a number of steps: `expert_choice`, `token_choice`, `every_other`."""
+
+
+@beartype
+def expert_choice(
+    dim: int,
+    num_steps: int,
+    *,
+    capacities: Sequence[float | int] | None = None,
+    alpha: float | int = 0.1,
+    temperature: float | int = 1.0,
+    loss: float | int = 0.001,
+    z_loss: float | int = 0.0,
+) -> ExpertChoice:
+    """The released recipe of Mixture-of-Recursions: a linear router at each step, sigmoid weights, causal by its loss.
+
+    Args:
+        dim: the width.
+        num_steps: full depth.
+        capacities: the share of the tokens that takes each step; by default `1, (n - 1) / n, ..., 1 / n`.
+        alpha: the largest weight.
+        temperature: divides the state that is scored.
+        loss: coefficient of the loss by which the router learns to tell who is taken.
+        z_loss: coefficient of the mean squared score.
+
+    Raises:
+        ValueError: for capacities that rise, leave (0, 1], or are not one for each step.
+
+    Reference: Bae et al., 2025, arXiv 2507.10524.
+    """
+    scores = LinearScores(dim, num_routers=num_steps, temperature=temperature)
+    choose = TopTokens(scores, SigmoidWeight(alpha), loss=loss, z_loss=z_loss)
+    return ExpertChoice(choose, falling_capacities(num_steps) if capacities is None else capacities)
+
+
+@beartype
+def token_choice(
+    dim: int,
+    num_steps: int,
+    *,
+    alpha: float | int = 1.0,
+    temperature: float | int = 1.0,
+    balance: float | int = 0.1,
+    z_loss: float | int = 1e-5,
+) -> TokenChoice:
+    """The released recipe of token choice: one linear router, softmax weights, a balance loss.
+
+    Args:
+        dim: the width.
+        num_steps: full depth, and how many depths there are to choose from.
+        alpha: scales the weights.
+        temperature: divides the state that is scored.
+        balance: coefficient of the balance loss.
+        z_loss: coefficient of the mean squared logsumexp of the scores.
+
+    Reference: Bae et al., 2025, arXiv 2507.10524.
+    """
+    scores = LinearScores(dim, num_outputs=num_steps, temperature=temperature)
+    return TokenChoice(scores, SoftmaxWeight(alpha), BalanceLoss(balance), z_loss=z_loss)
+
+
+@beartype
+def every_other(
+    dim: int, num_steps: int, *, capacity: float | int = 0.125, every: int = 2, loss: float | int = 0.001
+) -> MixtureOfDepths:
+    """The router of Mixture-of-Depths: every other step takes an eighth of the tokens, weighted by their raw score.
+
+    Args:
+        dim: the width.
+        num_steps: full depth.
+        capacity: the share of the tokens that takes a routed step.
+        every: which steps are routed; 1 for all.
+        loss: coefficient of the loss by which the router learns to tell who is taken.
+
+    Raises:
+        ValueError: if `capacity` leaves (0, 1], or `every` is below 1.
+
+    Reference: Raposo et al., 2024, arXiv 2404.02258.
+    """
+    scores = LinearScores(dim, num_routers=max(1, num_steps // max(every, 1)))
+    return MixtureOfDepths(TopTokens(scores, RawWeight(), loss=loss), capacity=capacity, every=every)
+
+
+@beartype
+def mor(
+    layout: Layout,
+    *,
+    dim: int,
+    num_heads: int,
+    vocab_size: int,
+    context_length: int,
+    form: Callable[..., Form] = GPT2Form,
+    router: RouterFactory = expert_choice,
+    update: UpdateFactory = plain,
+    combine: Callable[[], Combination] = AddWeighted,
+) -> RecurrentTransformer:
+    """Mixture-of-Recursions: each token takes as many of the loop's steps as a router gives it.
+
+    The source's preferred sharing (`middle_cycle`) is a layout such as `1+10×3+1`, the other (`cycle`) `0+12×3+0`.
+
+    Args:
+        layout: blocks before, in and behind the loop, and full depth.
+        dim: the width.
+        num_heads: attention heads.
+        vocab_size: how many tokens there are.
+        context_length: how many positions are learned (GPT-2 form).
+        form: the family of blocks.
+        router: makes the router for width and steps: `expert_choice`, `token_choice`, or a `functools.partial` of them.
+        update: makes the update that is routed; with another than the plain one choose `combine=Interpolate`.
+        combine: makes the combination of a token's result with what was there.
+
+    Raises:
+        ValueError: for what `grt` refuses, and for capacities that rise or leave (0, 1].
+
+    Reference: Bae et al., 2025, arXiv 2507.10524.
+    """
+    routed = RoutedUpdate(update(dim), router(dim, layout.num_steps), combine())
+    return assemble(layout, form(dim, num_heads), routed, vocab_size=vocab_size, context_length=context_length)
+
+
+@beartype
+def mod(
+    layout: Layout,
+    *,
+    dim: int,
+    num_heads: int,
+    vocab_size: int,
+    context_length: int,
+    form: Callable[..., Form] = GPT2Form,
+    router: RouterFactory = every_other,
+    update: UpdateFactory = plain,
+) -> RecurrentTransformer:
+    """Mixture-of-Depths on a loop: every other step is taken by an eighth of the tokens, chosen anew each time.
+
+    In the source blocks are not shared: there every other block is routed, here every other step of the loop.
+    Arguments and errors are those of `mor`; `partial(every_other, capacity=0.25)` is another router.
+
+    Reference: Raposo et al., 2024, arXiv 2404.02258.
+    """
+    routed = RoutedUpdate(update(dim), router(dim, layout.num_steps), Interpolate())
+    return assemble(layout, form(dim, num_heads), routed, vocab_size=vocab_size, context_length=context_length)

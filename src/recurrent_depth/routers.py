@@ -1,0 +1,158 @@
+"""The routers of Mixture-of-Recursions (expert choice) and of Mixture-of-Depths."""
+
+import math
+from collections.abc import Sequence
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from recurrent_depth.capacity import checked_capacities
+from recurrent_depth.contracts import Call, UpdateCost
+from recurrent_depth.depth import require_whole
+from recurrent_depth.pick import Pick, pick_chosen, pick_fewest
+from recurrent_depth.router import Router, RouterState, Routing
+from recurrent_depth.top_tokens import Choice, Limit, TopTokens
+
+ROUNDING = 1e-6
+"""A capacity of 0.7 of 10 tokens is 7, though 0.7 * 10 may fall short of it."""
+
+
+class ExpertChoice(Router):
+    """Mixture-of-Recursions: at step `r` the best `max(1, int(c_r * tokens))` of the tokens that the step before kept.
+
+    Each step has a router of its own. A step at capacity 1 takes all that are left, without a choice; so the first
+    step is taken by everyone by default, in decoding too.
+
+    Args:
+        choose: takes the best; with a router for each step.
+        capacities: the share of all tokens that takes each step; see `falling_capacities` and `CosineCapacities`.
+
+    Raises:
+        ValueError: for capacities that rise or leave (0, 1], or are not one for each router; in a forward, if it takes
+            more steps than there are routers.
+
+    Reference: Bae et al., 2025, arXiv 2507.10524.
+    """
+
+    def __init__(self, choose: TopTokens, capacities: Sequence[float]):
+        super().__init__()
+        self.choose = choose
+        self.capacities = capacities
+
+    @property
+    def capacities(self) -> tuple[float, ...]:
+        """The share of all tokens that takes each step, in training; a schedule may set it at any time."""
+        return self._capacities
+
+    @capacities.setter
+    def capacities(self, capacities: Sequence[float]) -> None:
+        found = checked_capacities(capacities)
+        if len(found) != self.choose.scores.num_routers:
+            raise ValueError(
+                f"capacities has {len(found)} shares, but must have one for each of the "
+                f"{self.choose.scores.num_routers} routers."
+            )
+        self._capacities = found
+
+    def begin(self, h: Float[Tensor, "batch token dim"], call: Call) -> RouterState:
+        """All tokens are there."""
+        check_routed_steps(call.num_steps, len(self.capacities))
+        return RouterState(carry=h.new_ones(h.shape[:2]).bool())
+
+    def forward(
+        self,
+        h: Float[Tensor, "batch token dim"],
+        state: RouterState,
+        real: Bool[Tensor, "batch token"],
+        step: int,
+        *,
+        causal: bool,
+    ) -> Routing:
+        """The best of those that the step before kept."""
+        limit = None if self.capacities[step] == 1 else at_most(real, self.capacities[step])
+        choice = self.choose(h, state.carry & real, step, limit, causal=causal)
+        return Routing(choice.chosen, picked(choice, limit, causal=causal), choice.weight, losses=choice.losses)
+
+    def cost(self, num_steps: int) -> UpdateCost:
+        """A router at each step; the capacities."""
+        return UpdateCost(step=self.choose.cost(), shares=self.capacities[:num_steps], selects=True)
+
+
+class MixtureOfDepths(Router):
+    """Every other step takes the best `ceil(capacity * tokens)` of all tokens alone; the steps between take everyone.
+
+    A token left out of one step may be taken by the next. Steps between are those of the wrapped update, unweighted.
+
+    Args:
+        choose: takes the best; with a router for each routed step.
+        capacity: the share of the tokens that takes a routed step.
+        every: a routed step stands behind so many less one of the others; 1 routes each step.
+
+    Raises:
+        ValueError: if `capacity` leaves (0, 1] or `every` is below 1; in a forward, if it has more routed steps than
+            there are routers.
+
+    Reference: Raposo et al., 2024, arXiv 2404.02258.
+    """
+
+    def __init__(self, choose: TopTokens, *, capacity: float = 0.125, every: int = 2):
+        super().__init__()
+        if not 0 < capacity <= 1:
+            raise ValueError(f"capacity is {capacity}, but must be above 0 and at most 1.")
+        self.choose, self.capacity, self.every = choose, capacity, require_whole("every", every, at_least=1)
+
+    def routes(self, step: int) -> bool:
+        """Whether a step is routed."""
+        return (step + 1) % self.every == 0
+
+    def begin(self, h: Float[Tensor, "batch token dim"], call: Call) -> RouterState:
+        """Nothing is known before."""
+        check_routed_steps(call.num_steps, (self.choose.scores.num_routers + 1) * self.every - 1)
+        return RouterState()
+
+    def forward(
+        self,
+        h: Float[Tensor, "batch token dim"],
+        state: RouterState,
+        real: Bool[Tensor, "batch token"],
+        step: int,
+        *,
+        causal: bool,
+    ) -> Routing:
+        """The best of all, or everyone."""
+        if not self.routes(step):
+            return Routing(())
+        limit = None if self.capacity == 1 else at_least(real, self.capacity)
+        choice = self.choose(h, real, step // self.every, limit, causal=causal)
+        return Routing((), picked(choice, limit, causal=causal), choice.weight, losses=choice.losses)
+
+    def cost(self, num_steps: int) -> UpdateCost:
+        """A router at each routed step, on average over all; the capacity there."""
+        routed = [self.routes(step) for step in range(num_steps)]
+        step = round(self.choose.cost() * sum(routed) / max(num_steps, 1))
+        return UpdateCost(step=step, shares=tuple(self.capacity if r else 1.0 for r in routed), selects=True)
+
+
+def at_most(real: Bool[Tensor, "batch token"], capacity: float) -> Limit:
+    """`int(capacity * tokens)` of the real tokens of each row, but at least one."""
+    rows = (real.sum(1).double() * capacity + ROUNDING).floor().long().clamp(min=1)
+    return Limit(rows, max(1, math.floor(real.shape[1] * capacity + ROUNDING)))
+
+
+def at_least(real: Bool[Tensor, "batch token"], capacity: float) -> Limit:
+    """`ceil(capacity * tokens)` of the real tokens of each row."""
+    rows = (real.sum(1).double() * capacity - ROUNDING).ceil().long()
+    return Limit(rows, math.ceil(real.shape[1] * capacity - ROUNDING))
+
+
+def picked(choice: Choice, limit: Limit | None, *, causal: bool) -> Pick | None:
+    """The pick of a choice; None where all take the step."""
+    if limit is None:
+        return None
+    return pick_fewest(choice.chosen) if causal else pick_chosen(choice.chosen, limit.widest)
+
+
+def check_routed_steps(num_steps: int, most: int) -> None:
+    """Raises a ValueError for more steps than a router knows."""
+    if num_steps > most:
+        raise ValueError(f"{num_steps} steps asked for, but the router was built for {most} at most.")

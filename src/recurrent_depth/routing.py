@@ -1,0 +1,148 @@
+"""Routing: some tokens take a step, and what comes out of it is combined with what was there."""
+
+import abc
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from recurrent_depth.contracts import Call, Tree, UpdateCost
+from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.pick import Pick
+from recurrent_depth.router import Router, RouterState, Routing
+from recurrent_depth.step import StepBlocks
+from recurrent_depth.trees import map_tensors
+from recurrent_depth.update import DepthState, DepthUpdate, add_losses
+
+
+class Combination(nn.Module, abc.ABC):
+    """How a token's result is combined with what was there before."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        base: Float[Tensor, "row token dim"],
+        result: Float[Tensor, "row token dim"],
+        weight: Float[Tensor, "row token"],
+    ) -> Float[Tensor, "row token dim"]:
+        """The new state, in float32 or finer."""
+
+
+class AddWeighted(Combination):
+    """`base + weight * result`: Mixture-of-Recursions.
+
+    The result holds the blocks' own residual stream, so this is not the plain loop, whatever the weight.
+
+    Reference: Bae et al., 2025, arXiv 2507.10524.
+    """
+
+    def forward(
+        self,
+        base: Float[Tensor, "row token dim"],
+        result: Float[Tensor, "row token dim"],
+        weight: Float[Tensor, "row token"],
+    ) -> Float[Tensor, "row token dim"]:
+        """The weighted sum."""
+        return at_least_float32(base) + weight[..., None] * at_least_float32(result)
+
+
+class Interpolate(Combination):
+    """`base + weight * (result - base)`: Mixture-of-Depths, whose blocks give no outer residual; and any gated update.
+
+    With weight 1 it is the update that is routed, with 0 nothing happens.
+
+    Reference: Raposo et al., 2024, arXiv 2404.02258.
+    """
+
+    def forward(
+        self,
+        base: Float[Tensor, "row token dim"],
+        result: Float[Tensor, "row token dim"],
+        weight: Float[Tensor, "row token"],
+    ) -> Float[Tensor, "row token dim"]:
+        """The blend."""
+        base = at_least_float32(base)
+        return base + weight[..., None] * (at_least_float32(result) - base)
+
+
+class Routed(NamedTuple):
+    """The same part of the state, of the update that is wrapped and of the router."""
+
+    inner: Tree
+    router: Tree
+
+
+class RoutedUpdate(DepthUpdate):
+    """The tokens that a router picks take a step of the update that is wrapped; the others stay as they are.
+
+    In training the router may choose the best of a whole text. In evaluation, and wherever there is a cache, it decides
+    for each token by itself. `write` is the wrapped update's.
+
+    Args:
+        inner: the update of a step, such as `ReplaceState(KeepState())` or a `GatedDepthUpdate`.
+        router: who takes it.
+        combine: what becomes of its result; `AddWeighted()` or `Interpolate()`.
+    """
+
+    def __init__(self, inner: DepthUpdate, router: Router, combine: Combination):
+        super().__init__()
+        self.inner, self.router, self.combine = inner, router, combine
+
+    def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
+        """The start of the wrapped update, and what the router makes of it."""
+        state = self.inner.begin(anchor, call)
+        router = self.router.begin(state.h if call.start is None else call.start, call)
+        losses = add_losses(state.losses, router.losses)
+        context, carry = Routed(state.context, router.context), Routed(state.carry, router.carry)
+        return state._replace(context=context, carry=carry, losses=losses)
+
+    def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
+        """The picked tokens' step."""
+        known = RouterState(state.context.router, state.carry.router)
+        causal = not self.training or blocks.kv is not None
+        routing = self.router(state.h, known, _real(state, blocks), step, causal=causal)
+        part = _picked(routing.pick, state._replace(context=state.context.inner, carry=state.carry.inner))
+        after = self.inner(part, blocks if routing.pick is None else blocks.picked(routing.pick), step)
+        after = after._replace(h=self._combined(state, after, routing))
+        return _returned(routing, state, after)
+
+    def _combined(self, state: DepthState, after: DepthState, routing: Routing) -> Tensor:
+        if routing.weight is None:
+            return after.h
+        base, weight = state.h if routing.base is None else routing.base, routing.weight
+        if routing.pick is not None:
+            base, weight = routing.pick.gather(base), routing.pick.gather(weight)
+        return self.combine(base, after.h, weight).to(state.h.dtype)
+
+    def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
+        """What the wrapped update reads."""
+        return self.inner.read(state._replace(context=state.context.inner, carry=state.carry.inner))
+
+    def cost(self, num_steps: int) -> UpdateCost:
+        """The router's for all tokens, the wrapped update's for the share that is expected to take its steps."""
+        inner, router = self.inner.cost(num_steps), self.router.cost(num_steps)
+        shares = tuple(a * b for a, b in zip(inner.shares or (1.0,) * num_steps, router.shares, strict=True))
+        step = round(inner.step * sum(router.shares) / max(num_steps, 1)) + router.step
+        return UpdateCost(inner.begin + router.begin, step, shares, selects=True)
+
+
+def _real(state: DepthState, blocks: StepBlocks) -> Tensor:
+    return state.h.new_ones(state.h.shape[:2]).bool() if blocks.valid is None else blocks.valid
+
+
+def _picked(pick: Pick | None, state: DepthState) -> DepthState:
+    """The state of the picked tokens, for the wrapped update."""
+    if pick is None:
+        return state
+    h, write, context, carry = map_tensors(pick.gather, (state.h, state.write, state.context, state.carry))
+    return state._replace(h=h, write=write, context=context, carry=carry)
+
+
+def _returned(routing: Routing, state: DepthState, after: DepthState) -> DepthState:
+    """The state of all tokens, once the picked ones have stepped."""
+    new = after.h, after.write, after.carry
+    if routing.pick is not None:
+        new = map_tensors(routing.pick.scatter, (state.h, state.write, state.carry.inner), new)
+    h, write, carry = new
+    losses = add_losses(after.losses, routing.losses)
+    return state._replace(h=h, write=write, carry=Routed(carry, routing.carry), losses=losses)

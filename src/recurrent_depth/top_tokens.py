@@ -1,0 +1,133 @@
+"""Expert choice: of the tokens of a text those with the highest scores are taken, up to a capacity."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from recurrent_depth.router_scores import RouterScores
+from recurrent_depth.router_weights import RouterWeight
+
+
+class Limit(NamedTuple):
+    """How many tokens are taken.
+
+    Attributes:
+        rows: of each row.
+        widest: of a row without padding.
+    """
+
+    rows: Int[Tensor, " batch"]
+    widest: int
+
+
+class Choice(NamedTuple):
+    """Who is taken, with which weight, and the losses of the router.
+
+    Attributes:
+        chosen: who is taken.
+        weight: of each token's result, taken or not.
+        losses: of those that teach the router.
+    """
+
+    chosen: Bool[Tensor, "batch token"]
+    weight: Float[Tensor, "batch token"]
+    losses: dict[str, Float[Tensor, ""]]
+
+
+class TopTokens(nn.Module):
+    """Takes the tokens with the highest scores in training, and those that are expected to be among them otherwise.
+
+    Who is among the highest depends on later tokens. So the router also learns to tell by the token alone: the binary
+    cross-entropy of a score against "was taken". Where decisions must be causal, a token is taken if
+    `sigmoid(score) > 0.5`. Losses are of scores of the *detached* state: no gradient of theirs reaches the model.
+
+    Args:
+        scores: one router for each routed step, with one output.
+        weight: what weighs the results.
+        predictor: a second set of routers, that predicts who is taken; by default the scores do.
+        loss: coefficient of the cross-entropy.
+        z_loss: coefficient of the mean squared score, 0 in the published recipe.
+
+    Reference: Bae et al., 2025, arXiv 2507.10524; Raposo et al., 2024, arXiv 2404.02258.
+    """
+
+    def __init__(
+        self,
+        scores: RouterScores,
+        weight: RouterWeight,
+        *,
+        predictor: RouterScores | None = None,
+        loss: float = 0.001,
+        z_loss: float = 0.0,
+    ):
+        super().__init__()
+        self.scores, self.weight, self.predictor, self.loss, self.z_loss = scores, weight, predictor, loss, z_loss
+
+    def forward(
+        self,
+        h: Float[Tensor, "batch token dim"],
+        active: Bool[Tensor, "batch token"],
+        router: int,
+        limit: Limit | None,
+        *,
+        causal: bool,
+    ) -> Choice:
+        """Who is taken of the active tokens; without a limit all of them."""
+        scores = self.scores(h, router)
+        weight = self.weight(scores)[..., 0]
+        if causal:
+            if limit is None:
+                return Choice(active, weight, {})
+            told = scores if self.predictor is None else self.predictor(h, router)
+            return Choice(active & (told[..., 0] > 0), weight, {})
+        chosen = active if limit is None else highest(scores[..., 0], active, limit)
+        return Choice(chosen, weight, self._losses(h.detach(), active, chosen, router))
+
+    def _losses(self, h: Tensor, active: Tensor, chosen: Tensor, router: int) -> dict[str, Tensor]:
+        told = (self.scores if self.predictor is None else self.predictor)(h, router)[..., 0]
+        losses = {"router": self.loss * choice_loss(told, chosen, active)}
+        if self.z_loss:
+            losses["router_z"] = self.z_loss * z_loss(self.scores(h, router), active)
+        return losses
+
+    def cost(self) -> int:
+        """Matrix FLOPs per token of one router's decision, in training; its losses are left out."""
+        return self.scores.cost()
+
+
+def highest(
+    scores: Float[Tensor, "batch token"], active: Bool[Tensor, "batch token"], limit: Limit
+) -> Bool[Tensor, "batch token"]:
+    """The active tokens with the highest scores, up to each row's limit."""
+    # Scores may be infinite; what is not active stands behind all that is.
+    ranked = torch.where(active, scores, scores.new_tensor(-torch.inf))
+    best = ranked.topk(limit.widest, dim=1).indices
+    within = torch.arange(limit.widest, device=scores.device) < limit.rows[:, None]
+    return torch.zeros_like(active).scatter(1, best, within) & active
+
+
+def choice_loss(
+    logits: Float[Tensor, "batch token"], chosen: Bool[Tensor, "batch token"], active: Bool[Tensor, "batch token"]
+) -> Float[Tensor, ""]:
+    """Binary cross-entropy against "was taken": the mean over each row's active tokens, then over rows."""
+    loss = F.binary_cross_entropy_with_logits(logits, chosen.to(logits.dtype), reduction="none")
+    return row_mean(loss, active).mean()
+
+
+def z_loss(scores: Float[Tensor, "batch token out"], active: Bool[Tensor, "batch token"]) -> Float[Tensor, ""]:
+    """`logsumexp(scores)²`: the mean over each row's active tokens, then over rows."""
+    return row_mean(scores.logsumexp(-1).square(), active).mean()
+
+
+def row_mean(
+    x: Float[Tensor, "batch token *more"], counted: Bool[Tensor, "batch token"]
+) -> Float[Tensor, "batch *more"]:
+    """The mean over the tokens of each row that count; 0 where none does.
+
+    Means over rows of these do not depend on how a batch is split, whatever the padding.
+    """
+    counted = counted.reshape(*counted.shape, *[1] * (x.ndim - 2))
+    return torch.where(counted, x, 0).sum(1) / counted.sum(1).clamp(min=1)
