@@ -23,6 +23,6 @@ class RMSNorm(nn.Module):
         """Sets the scales to 1."""
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
+    def forward(self, x: Float[Tensor, "*axes dim"]) -> Float[Tensor, "*axes dim"]:
         """The normed state."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
