@@ -1,7 +1,7 @@
 """Laws that every method obeys, whatever its layout, width and shapes."""
 
 import torch
-from battery import close, every_method, lively, tiny
+from battery import NO_PREFIX, SKIPS, close, every_method, every_method_but, lively, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import VOCAB_SIZE, depths, dtypes, few, loops, recipes, shares, tokens
@@ -36,7 +36,7 @@ def test_shape_and_dtype_are_kept(build, recipe, x):
         assert ((state.write > 0) & (state.write <= 1)).all()
 
 
-@every_method
+@every_method_but(NO_PREFIX)
 @few
 @given(recipes(dtypes=dtypes), tokens())
 def test_a_shallower_run_is_a_prefix(build, recipe, x):
@@ -52,7 +52,7 @@ def test_a_shallower_run_is_a_prefix(build, recipe, x):
     assert torch.equal(model(x, 1), trajectory.after(1))
 
 
-@every_method
+@every_method_but(SKIPS)
 @few
 @given(recipes(loops), tokens())
 def test_each_step_changes_the_output(build, recipe, x):
@@ -74,7 +74,7 @@ def test_a_token_never_changes_earlier_outputs(build, recipe, x, place, shift):
     assert ((after[:, at:] - before[:, at:]).abs().amax(-1) > 1e-4).all()
 
 
-@every_method
+@every_method_but(NO_PREFIX)
 @few
 @given(recipes(loops), tokens(), shares(3))
 def test_each_row_leaves_at_its_own_depth(build, recipe, x, shares):
@@ -87,7 +87,7 @@ def test_each_row_leaves_at_its_own_depth(build, recipe, x, shares):
         assert_close(together.states[-1].write[row : row + 1], alone.states[-1].write, **close)
 
 
-@every_method
+@every_method_but(NO_PREFIX)
 @few
 @given(recipes(), st.lists(tokens(st.just(1)), min_size=2, max_size=3), shares(3), st.integers(0, VOCAB_SIZE - 1))
 def test_a_left_padded_row_equals_the_row_alone(build, recipe, rows, shares, fill):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from recurrent_depth.contracts import KeyValues, ModelKeyValues
@@ -31,12 +31,17 @@ def _core(turn: Turn, step: int, rows: Rows = None, pick: Pick | None = None) ->
         views = StepViews(turn, "core", turn.policy, step, rows, pick)
         turn.steps.append(Step(step, rows, views.picked))
         return views
-    # Rows that pick nobody take the step too, though no block runs for them: they leave holes, and have not left.
-    everyone = torch.arange(turn.shape[0], device=pick.rows.device)
+    return _core_rows(turn, step, rows, pick, pick.rows)
+
+
+def _core_rows(turn: Turn, step: int, rows: Rows, pick: Pick, some: Int[Tensor, " row"]) -> "StepViews":
+    """The views of the rows that pick anything. The others take the step too: they leave holes, and have not left."""
+    everyone = torch.arange(turn.shape[0], device=some.device)
     given = everyone if rows is None else everyone[rows]
-    views = StepViews(turn, "core", turn.policy, step, given[pick.rows], pick.within_rows())
-    assert views.picked is not None
-    picked = views.picked.new_zeros(len(given), turn.shape[1]).index_copy(0, pick.rows, views.picked)
+    blank = torch.zeros(len(given), turn.shape[1], dtype=torch.bool, device=some.device)
+    picked = pick.scatter(blank, torch.ones_like(pick.index, dtype=torch.bool))
+    turn.span.show(turn.valid_of(turn.policy.reads(step), some.device), rows, picked[:, None, :, None])
+    views = StepViews(turn, "core", turn.policy, step, given[some], pick.within_rows())
     turn.steps.append(Step(step, rows, picked))
     return views
 
