@@ -23,7 +23,7 @@ class RandomState(nn.Module):
     Reference: Geiping et al., 2025, arXiv 2502.05171; that evaluation starts from zeros is our choice.
     """
 
-    def __init__(self, std: float, *, in_evaluation: bool = False):
+    def __init__(self, std: float | int, *, in_evaluation: bool = False):
         super().__init__()
         if not 0 <= std < math.inf:
             raise ValueError(f"std of the initial state must be a finite number of at least 0, got {std}.")
