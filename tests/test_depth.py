@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
 from recurrent_depth import curriculum, depth
-from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
+from recurrent_depth.curriculum import RampedDepth, linear_ramp, retrofit_curriculum, sqrt_ramp
 from recurrent_depth.depth import Depth, Layout, as_depth
 from recurrent_depth.sampling import ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
 
@@ -339,3 +339,21 @@ def test_the_ramps_are_those_of_their_names():
     assert linear_ramp(0.75) == 0.75
     assert sqrt_ramp(0.75) == 0.5
     assert curriculum.RampedDepth(FixedDepth, 8, 4, sqrt_ramp)(3).num_steps == 4
+
+
+@pytest.mark.parametrize("ramp", [linear_ramp, sqrt_ramp])
+def test_the_retrofit_curriculum_ramps_the_mean_and_differentiates_no_more_steps_than_that(ramp):
+    sampler = retrofit_curriculum(16, 100, grad_steps=8, ramp=ramp)
+    for draw in range(0, 200, 7):
+        mean = max(1, math.ceil(round(16 * ramp(min(1.0, draw / 100)), 9)))
+        assert sampler(draw) == PoissonLogNormalDepth(mean, grad_steps=min(8, mean))(draw)
+        assert sampler.expected(draw).num_steps == mean + 1
+    assert sampler(0).grad_steps == 1
+    assert sampler.expected(0).grad_steps == 1
+    assert pickle.loads(pickle.dumps(sampler))(50) == sampler(50)
+
+
+@pytest.mark.parametrize("name", ["max_mean", "num_draws", "grad_steps"])
+def test_the_retrofit_curriculum_refuses_what_is_no_count(name):
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        retrofit_curriculum(**{"max_mean": 8, "num_draws": 10, name: 0})

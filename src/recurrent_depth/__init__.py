@@ -25,7 +25,7 @@ from recurrent_depth.contracts import (
 )
 from recurrent_depth.convergence import ArgmaxStable, GateClosed, KLConverged, LatentConverged
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.curriculum import RampedDepth, linear_ramp, sqrt_ramp
+from recurrent_depth.curriculum import RampedDepth, linear_ramp, retrofit_curriculum, sqrt_ramp
 from recurrent_depth.decoding import Left, extend, extend_until
 from recurrent_depth.dense_start import average_start, lower_start, relax, relaxed_stack, stepwise_start
 from recurrent_depth.depth import Depth, Layout
@@ -287,6 +287,7 @@ __all__ = [
     "presets",
     "relax",
     "relaxed_stack",
+    "retrofit_curriculum",
     "rrt",
     "search_layouts",
     "speculate",

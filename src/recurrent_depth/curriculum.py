@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from recurrent_depth.depth import Depth, require_whole
-from recurrent_depth.sampling import DepthSampler, ExpectedDepth
+from recurrent_depth.sampling import DepthSampler, ExpectedDepth, PoissonLogNormalDepth
 
 
 def linear_ramp(progress: float) -> float:
@@ -68,3 +69,35 @@ class RampedDepth(DepthSampler):
         if not 0 <= round(share, 9) <= 1:
             raise ValueError(f"ramp({progress:g}) is {share!r}, but must be from 0 to 1, the share of max_depth.")
         return min(share, 1.0)
+
+
+def retrofit_curriculum(
+    max_mean: int,
+    num_draws: int,
+    *,
+    grad_steps: int = 8,
+    ramp: Callable[[float], float] = linear_ramp,
+    seed: int = 0,
+) -> RampedDepth:
+    """The curriculum by which a dense model is retrofitted with a loop: a heavy tail whose mean grows.
+
+    While the mean is below `grad_steps`, only so many steps are differentiated.
+
+    Args:
+        max_mean: the mean at the end of the ramp, 4 to 32 in the source; draws average one more, as always.
+        num_draws: the ramp's length: in the source an eighth, a quarter or three quarters of training.
+        grad_steps: how many steps are differentiated at most.
+        ramp: `linear_ramp` or `sqrt_ramp`.
+        seed: of the draws.
+
+    Raises:
+        ValueError: if a number is below 1, or `seed` no whole number.
+
+    Reference: McLeish et al., 2025, arXiv 2511.07384.
+    """
+    make = partial(_heavy_tail, require_whole("grad_steps", grad_steps, at_least=1), seed)
+    return RampedDepth(make, require_whole("max_mean", max_mean, at_least=1), num_draws, ramp)
+
+
+def _heavy_tail(grad_steps: int, seed: int, mean: int) -> PoissonLogNormalDepth:
+    return PoissonLogNormalDepth(mean, grad_steps=min(grad_steps, mean), seed=seed)
