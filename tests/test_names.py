@@ -33,6 +33,15 @@ core.update.gate.state.weight core.update.gate.anchor.weight core.update.gate.an
 core.update.gate.write.linear.weight core.update.gate.write.bias
 """
 TWO_NORMS = "core.update.gate.state_norm.weight core.update.gate.anchor_norm.weight"
+FACTORS = " ".join(
+    f"core.stack.corrections.blocks.0.{layer}.{factor}"
+    for layer in ("attention.qkv", "attention.out", "mlp.up", "mlp.out")
+    for factor in "AB"
+)
+STEP_EMBEDDING = """
+core.update.embedding.table.weight core.update.embedding.context.weight core.update.embedding.norm.weight
+core.update.narrow.weight core.update.widen.weight core.update.norm.weight
+"""
 POSITIONED = "embed.token.weight embed.position.weight norm.weight"
 
 
@@ -75,6 +84,8 @@ GOLDEN = {
     ),
     "parcae": (rd.parcae, [*around(LLAMA_BLOCK), DIAGONAL, "embed.token.weight norm.weight"]),
     "naive": (rd.naive, [*around(GPT2_BLOCK), POSITIONED]),
+    "rrt": (partial(rd.rrt, rank=4), [*around(GPT2_BLOCK), FACTORS, POSITIONED]),
+    "embedding per step": (partial(rd.ple, size=8), [*around(GPT2_BLOCK), STEP_EMBEDDING, POSITIONED]),
     "dense, biases": (
         lambda layout, **sizes: rd.dense(3, form=partial(rd.GPT2Form, bias=True), **sizes),
         [*around(GPT2_BLOCK + GPT2_BIASES, core=3, prelude=0, coda=0), POSITIONED, "norm.bias"],
