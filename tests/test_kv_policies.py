@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from battery import every_method, lively, tiny
+from battery import NO_PREFIX, every_method_but, lively, tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reading import (
@@ -69,7 +69,7 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(case, recipe, build, drawn):
     assert_rows(found, script, lambda alone, row: read(model, alone, rd.DepthCache(policy)))
 
 
-@every_method
+@every_method_but(NO_PREFIX)
 @few
 @given(recipes(layouts, double), scripts())
 def test_keeping_all_is_the_forward_without_a_cache(build, recipe, drawn):

@@ -33,6 +33,19 @@ core.update.gate.state.weight core.update.gate.anchor.weight core.update.gate.an
 core.update.gate.write.linear.weight core.update.gate.write.bias
 """
 TWO_NORMS = "core.update.gate.state_norm.weight core.update.gate.anchor_norm.weight"
+HALTING = "core.update.unit.linear.weight core.update.unit.bias"
+SLOTS = """
+core.update.writer.weight core.update.writer.bias core.update.reader.weight core.update.reader.bias
+"""
+CONDITIONED_BLOCK = """
+attention.qkv.weight attention.out.weight mlp.up.weight mlp.out.weight modulation.weight modulation.bias
+"""
+TIME = " ".join(
+    f"core.update.{of}.{layer}.{part}"
+    for of in ("time", "length")
+    for layer in ("first", "second")
+    for part in ("weight", "bias")
+)
 FACTORS = " ".join(
     f"core.stack.corrections.blocks.0.{layer}.{factor}"
     for layer in ("attention.qkv", "attention.out", "mlp.up", "mlp.out")
@@ -84,8 +97,26 @@ GOLDEN = {
     ),
     "parcae": (rd.parcae, [*around(LLAMA_BLOCK), DIAGONAL, "embed.token.weight norm.weight"]),
     "naive": (rd.naive, [*around(GPT2_BLOCK), POSITIONED]),
+    "universal": (
+        rd.universal,
+        [*around(GPT2_BLOCK + GPT2_BIASES), HALTING, "embed.token.weight norm.weight norm.bias"],
+    ),
+    "grt, halting": (
+        partial(rd.grt, update=partial(rd.halted, inner=rd.gated)),
+        [
+            *around(GPT2_BLOCK),
+            *f"{INJECTION} {GATE} {TWO_NORMS}".replace("core.update.", "core.update.inner.").split(),
+            HALTING,
+            POSITIONED,
+        ],
+    ),
     "rrt": (partial(rd.rrt, rank=4), [*around(GPT2_BLOCK), FACTORS, POSITIONED]),
     "embedding per step": (partial(rd.ple, size=8), [*around(GPT2_BLOCK), STEP_EMBEDDING, POSITIONED]),
+    "mesh": (rd.mesh, [*around(GPT2_BLOCK), SLOTS, POSITIONED]),
+    "loopformer": (
+        rd.loopformer,
+        [*around(GPT2_BLOCK, core=0), *around(CONDITIONED_BLOCK, prelude=0, coda=0), TIME, POSITIONED],
+    ),
     "dense, biases": (
         lambda layout, **sizes: rd.dense(3, form=partial(rd.GPT2Form, bias=True), **sizes),
         [*around(GPT2_BLOCK + GPT2_BIASES, core=3, prelude=0, coda=0), POSITIONED, "norm.bias"],
@@ -147,9 +178,9 @@ def test_a_model_from_the_meta_device_is_initialised_like_any_other(build):
     usual = dict(tiny(build, rd.Layout(1, 1, 3, 1), dim=64).named_parameters())
     for name, weight in model.named_parameters():
         assert weight.isfinite().all(), name
-        mean, std = usual[name].mean().item(), usual[name].std().item()
+        mean, std = usual[name].mean().item(), usual[name].std(correction=0).item()
         assert weight.mean().item() == pytest.approx(mean, abs=6 * std * (2 / weight.numel()) ** 0.5 + 1e-9), name
-        assert weight.std().item() == pytest.approx(std, rel=5 * weight.numel() ** -0.5), name
+        assert weight.std(correction=0).item() == pytest.approx(std, rel=5 * weight.numel() ** -0.5), name
     assert model(torch.randint(23, (2, 5))).isfinite().all()
 
 
