@@ -1,6 +1,7 @@
 """Adaptive computation time: its weights in closed form, its limits, the published loop in NumPy, and its traps."""
 
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_a_halted_state_never_changes():
     x = some(num_tokens=4)
     x[:, :, 0] = torch.tensor([0.0, 1.0, 2.0, 3.0])  # each token starts elsewhere in the script
     states = run(core_of([0.1, 0.2, 0.3, 0.9, 0.99]), x, 6)
-    for before, after in zip(states, states[1:], strict=False):
+    for before, after in pairwise(states):
         halted = before.carry.mass == 1
         assert torch.equal(after.h[halted], before.h[halted])
         assert (after.carry.weight[halted] == 0).all()
@@ -148,10 +149,8 @@ def published(p, states, *, epsilon=0.01, basic=False):
             w = np.where(still_running > 0, 1 - before, w)
             remainders = np.where(still_running > 0, 1 - before, remainders)
         weights.append(w)
-        if basic:
-            output = states[step] * w[:, None] + output * (1 - w[:, None])
-        else:
-            output = output + states[step] * w[:, None]
+        kept = (1 - w[:, None]) if basic else 1
+        output = states[step] * w[:, None] + output * kept
     return output, np.stack(weights), n_updates + remainders
 
 
@@ -419,8 +418,14 @@ def test_what_cannot_be_is_refused(changes, says):
 
 
 def test_sizes_that_cannot_be_are_refused():
-    for build in (lambda: rd.HaltingUnit(0), lambda: tiny(rd.universal, num_heads=3), lambda: rd.UniversalForm(8, 3)):
-        with pytest.raises(ValueError):
+    x = torch.randn(1, 3, 6)
+    for says, build in (
+        ("dim", lambda: rd.HaltingUnit(0)),
+        ("num_heads", lambda: tiny(rd.universal, num_heads=3)),
+        ("num_heads", lambda: rd.UniversalForm(8, 3)),
+        ("x is 6 wide", lambda: rd.RecurrentCore([Counting()], rd.halted(8))(x, num_steps=1)),
+    ):
+        with pytest.raises(ValueError, match=says):
             build()
 
 

@@ -55,7 +55,13 @@ class HaltingUnit(nn.Module):
         nn.init.constant_(self.bias, self.initial_bias)
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token"]:
-        """The probabilities."""
+        """The probabilities.
+
+        Raises:
+            ValueError: if `x` has another width.
+        """
+        if x.shape[-1] != self.linear.in_features:
+            raise ValueError(f"x is {x.shape[-1]} wide, but the unit was built for {self.linear.in_features}.")
         # A sum of products, since autocast would make a matrix product of them, in bfloat16.
         products = at_least_float32(x) * at_least_float32(self.linear.weight)
         return torch.sigmoid(products.sum(-1) + at_least_float32(self.bias))

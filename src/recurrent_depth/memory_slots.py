@@ -67,7 +67,7 @@ class MemorySlotsUpdate(DepthUpdate):
 
     def __init__(self, inject: Injection, dim: int, *, num_slots: int, num_steps: int):
         super().__init__()
-        require_whole("dim", dim, at_least=1)
+        self.dim = require_whole("dim", dim, at_least=1)
         self.num_slots = require_whole("num_slots", num_slots, at_least=1)
         self.num_steps = require_whole("num_steps", num_steps, at_least=1)
         self.inject = inject
@@ -77,8 +77,10 @@ class MemorySlotsUpdate(DepthUpdate):
         """The slots and the state after the first cycle; without an embedding the anchor stands for it.
 
         Raises:
-            ValueError: if the forward takes more steps than there are routers.
+            ValueError: if the forward takes more steps than there are routers, or the anchor has another width.
         """
+        if anchor.shape[-1] != self.dim:
+            raise ValueError(f"x is {anchor.shape[-1]} wide, but the update was built for {self.dim}.")
         if call.num_steps > self.num_steps:
             raise ValueError(
                 f"num_steps is {call.num_steps}, but must be at most {self.num_steps}: each step has its own routers."
