@@ -1,0 +1,385 @@
+"""Ouro: its equations, and the objectives that read every step against their written forms."""
+
+import copy
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transcription_relatives as slow
+from battery import close, lively, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import few
+from torch.testing import assert_close
+
+import recurrent_depth as rd
+from recurrent_depth.norms import RMSNorm
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from live_bytes import LiveBytes
+
+LAYOUT = rd.Layout(0, 2, 4, 0)
+MASK = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])
+
+
+def some(build=rd.ouro, layout=LAYOUT, scale=0.2, **changes) -> tuple[rd.RecurrentTransformer, torch.Tensor]:
+    return lively(tiny(build, layout, **changes), scale).eval(), torch.randint(23, (2, 7))
+
+
+def lively_exit(dim: int = 16) -> rd.LearnedExit:
+    rule = rd.LearnedExit(dim, bias=-0.5)
+    torch.nn.init.normal_(rule.linear.weight, std=0.5)
+    return rule
+
+
+def by_hand(model, rule, x):
+    """The hazards and the losses (step, token) of one row, in NumPy."""
+    states, logits = slow.ouro(slow.arrays(model.state_dict()), x.tolist(), 2, model.num_steps)
+    weight, bias = rule.linear.weight.detach().double().numpy()[0], rule.bias.item()
+    return np.array([slow.sigmoid(h @ weight + bias) for h in states])[:, :-1], slow.losses(logits, x.tolist())
+
+
+class Fixed(rd.ExitRule):
+    """The same hazard everywhere."""
+
+    def __init__(self, value: float):
+        super().__init__()
+        self.value = value
+
+    def hazard(self, carry, state, readout, step):
+        return carry, torch.full_like(state.write, self.value)
+
+
+# The equations
+
+
+@few
+@given(st.integers(1, 3), st.integers(1, 4))
+def test_the_model_is_the_published_equations(core, num_steps):
+    model, x = some(layout=rd.Layout(0, core, num_steps, 0))
+    trajectory = model.trajectory(x, every_step=True)
+    for row, tokens in enumerate(x):
+        states, logits = slow.ouro(slow.arrays(model.state_dict()), tokens.tolist(), 2, num_steps)
+        for step in range(num_steps):
+            assert_close(trajectory.states[step].h[row], torch.from_numpy(states[step]).float(), **close)
+            assert_close(trajectory.after(step + 1)[row], torch.from_numpy(logits[step]).float(), **close)
+
+
+def test_the_exit_reads_exactly_what_the_head_reads():
+    model, x = some()
+    trajectory = model.trajectory(x, every_step=True)
+    for step, state in enumerate(trajectory.states):
+        assert_close(state.h @ model.embed.token.weight.T, trajectory.after(step + 1))
+
+
+def test_the_norm_has_one_name_and_stays_one_when_the_model_is_copied():
+    model, x = some()
+    assert [name for name in model.state_dict() if name.endswith("norm.weight")] == ["norm.weight"]
+    assert model.core.update.norm.module is model.norm
+    other = copy.deepcopy(model)
+    assert other.core.update.norm.module is other.norm
+    assert other.norm is not model.norm
+    with torch.no_grad():
+        other.norm.weight.mul_(2)
+    assert not torch.equal(other.trajectory(x).states[-1].h, model.trajectory(x).states[-1].h)
+    assert_close(model(x), model(x))
+
+
+def test_one_loop_is_the_dense_model():
+    model, x = some()
+    dense = tiny(partial(rd.naive, form=partial(rd.LlamaForm, arrangement=rd.BranchSandwich)), LAYOUT).eval()
+    dense.load_state_dict(model.state_dict())
+    assert_close(model(x, 1), dense(x, 1))
+    assert not torch.allclose(model(x, 2), dense(x, 2), rtol=1e-2)
+
+
+def test_the_norm_behind_each_step_wraps_any_update():
+    model, x = some(partial(rd.grt, update=lambda dim: rd.NormEachStep(rd.gated(dim), RMSNorm(dim))))
+    for state in model.trajectory(x, every_step=True).states:
+        assert_close(model.core.update.norm(state.carry.h), state.h)
+    assert "core.update.norm.weight" in model.state_dict()
+
+
+def test_a_published_size():
+    with torch.device("meta"):
+        model = rd.ouro(
+            rd.Layout(0, 24, 4, 0),
+            dim=2048,
+            num_heads=16,
+            vocab_size=49152,
+            context_length=4096,
+            form=partial(rd.LlamaForm, hidden=5632, arrangement=rd.BranchSandwich, tied=False),
+        )
+    assert rd.accounting.num_parameters(model) / 1e9 == pytest.approx(1.4, abs=0.05)
+
+
+# All exits alike
+
+
+@pytest.mark.parametrize("build", [rd.ouro, rd.grt, rd.huginn])
+@pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "padded"])
+def test_the_loss_of_every_step_is_the_mean_of_the_losses_after_each(build, mask):
+    model, x = some(build, rd.Layout(1, 1, 3, 1))
+    found = rd.WithObjective(model, rd.every_step_loss, every_step=True)(x, mask=mask)
+    expected = torch.stack([rd.next_token_loss(model(x, steps, mask=mask), x, mask) for steps in (1, 2, 3)]).mean()
+    assert_close(found, expected, **close)
+
+
+def test_its_gradients_are_those_of_the_losses_after_each():
+    model, x = some(rd.grt, rd.Layout(1, 1, 3, 1))
+    found = []
+    for step in (0, 1):
+        if step:
+            torch.stack([rd.next_token_loss(model(x, steps), x) for steps in (1, 2, 3)]).mean().backward()
+        else:
+            rd.every_step_loss(model.trajectory(x, every_step=True), x).backward()
+        found.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
+        model.zero_grad()
+    for name in found[0]:
+        assert_close(found[0][name], found[1][name], **close)
+
+
+# The first stage
+
+
+@few
+@given(st.integers(2, 5), st.sampled_from([0.0, 0.05, 0.1]))
+def test_the_first_stage_is_its_formula(num_steps, entropy):
+    model, x = some(layout=rd.Layout(0, 1, num_steps, 0))
+    rule = lively_exit()
+    trajectory = model.trajectory(x[:1], every_step=True)
+    expected = slow.stage_one(*by_hand(model, rule, x[0]), entropy)
+    found = rd.ExpectedExitLoss(rule, entropy=entropy)(trajectory, x[:1])
+    assert found.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_law_that_it_uses_sums_to_one_and_ends_with_what_is_left():
+    model, x = some()
+    hazards = rd.exit_hazards(lively_exit(), model.trajectory(x, every_step=True))
+    law = rd.exit_law(hazards)
+    assert hazards.shape == law.shape == (4, 2, 7)
+    assert_close(law.sum(0), torch.ones(2, 7))
+    assert_close(law[-1], (1 - hazards[:-1]).prod(0))
+
+
+def test_padding_counts_in_neither_stage():
+    model, x = some()
+    rule = lively_exit()
+    for objective in (rd.ExpectedExitLoss(rule), rd.ExitGainLoss(rule)):
+        together = rd.WithObjective(model, objective, every_step=True)(x, mask=MASK)
+        alone = [rd.WithObjective(model, objective, every_step=True)(row) for row in (x[:1, 2:], x[1:])]
+        assert_close(together, (4 * alone[0] + 6 * alone[1]) / 10, **close)
+
+
+@pytest.mark.parametrize("hazard, step", [(0.0, 4), (1.0, 1)])
+def test_certain_exits_are_the_loss_after_one_step(hazard, step):
+    model, x = some()
+    trajectory = model.trajectory(x, every_step=True)
+    expected = rd.next_token_loss(model(x, step), x)
+    assert_close(rd.ExpectedExitLoss(Fixed(hazard), entropy=0.0)(trajectory, x), expected, **close)
+    assert_close(rd.ExpectedExitLoss(Fixed(hazard), entropy=0.1)(trajectory, x), expected, **close)
+    assert_close(rd.SampledExitLoss(Fixed(hazard))(trajectory, x), expected, **close)
+
+
+def test_an_even_law_is_the_loss_of_every_step_less_its_entropy():
+    class Even(Fixed):
+        def hazard(self, carry, state, readout, step):
+            return carry, torch.full_like(state.write, 1 / (4 - step))
+
+    model, x = some()
+    trajectory = model.trajectory(x, every_step=True)
+    found = rd.ExpectedExitLoss(Even(0), entropy=0.1)(trajectory, x)
+    assert_close(found, rd.every_step_loss(trajectory, x) - 0.1 * math.log(4), **close)
+
+
+def test_exits_that_are_certain_keep_gradients_finite():
+    model, x = some()
+    rule = rd.LearnedExit(16, bias=200.0)
+    rd.ExpectedExitLoss(rule)(model.trajectory(x, every_step=True), x).backward()
+    assert rule.bias.grad.isfinite().all()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
+def test_rows_that_left_early_count_as_if_they_ended_there():
+    model, x = some()
+    objective = rd.ExpectedExitLoss(lively_exit(), entropy=0.0)
+    together = objective(model.trajectory(x, [2, 4], every_step=True), x)
+    alone = [
+        objective(model.trajectory(x[i : i + 1], steps, every_step=True), x[i : i + 1]) for i, steps in ((0, 2), (1, 4))
+    ]
+    assert_close(together, torch.stack(alone).mean(), **close)
+
+
+@pytest.mark.parametrize("build", [rd.ouro, rd.grt], ids=["ouro", "gate and learned exit"])
+def test_exit_and_model_learn_together(build):
+    torch.manual_seed(0)
+    model = tiny(build, rd.Layout(1, 1, 3, 1))
+    trained = rd.WithObjective(model, rd.ExpectedExitLoss(rd.LearnedExit(16)), every_step=True)
+    assert "objective.rule.linear.weight" in dict(trained.named_parameters())
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    x, losses = torch.randint(23, (4, 9)), []
+    for _ in range(25):
+        loss = trained(x)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(weight.grad is not None for weight in trained.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+# The second stage
+
+
+@few
+@given(st.integers(2, 5))
+def test_the_second_stage_is_its_formula(num_steps):
+    model, x = some(layout=rd.Layout(0, 1, num_steps, 0))
+    rule = lively_exit()
+    found = rd.ExitGainLoss(rule)(model.trajectory(x[:1], every_step=True), x[:1])
+    assert found.item() == pytest.approx(slow.stage_two(*by_hand(model, rule, x[0])), rel=1e-3)
+
+
+def test_the_second_stage_teaches_the_exit_alone():
+    model, x = some()
+    rule = lively_exit()
+    rd.ExitGainLoss(rule)(model.trajectory(x, every_step=True), x).backward()
+    assert all(weight.grad is None for weight in model.parameters())
+    assert all(weight.grad.abs().sum() > 0 for weight in rule.parameters())
+
+
+def test_a_frozen_model_will_do_and_one_step_costs_nothing():
+    model, x = some()
+    model.requires_grad_(False)
+    rule = lively_exit()
+    rd.WithObjective(model, rd.ExitGainLoss(rule), every_step=True)(x).backward()
+    assert rule.bias.grad is not None
+    assert rd.ExitGainLoss(rule)(model.trajectory(x, 1), x) == 0
+
+
+def test_the_second_stage_wants_to_go_on_where_the_next_step_helps():
+    rule, x = rd.LearnedExit(4), torch.zeros(1, 2, dtype=torch.long)
+    for gains, sign in ((True, 1), (False, -1)):
+        logits = [torch.tensor([0.0, 0.0]), torch.tensor([4.0, 0.0])]
+        states = [rd.initial_state(torch.full((1, 2, 4), float(i))) for i in (0, 1)]
+        order = logits if gains else logits[::-1]
+        trajectory = rd.Trajectory(
+            tuple(states), 2, lambda state, order=order: order[int(state.h[0, 0, 0])].expand(1, 2, 2), rd.Notes()
+        )
+        rule.zero_grad()
+        rd.ExitGainLoss(rule)(trajectory, x).backward()
+        assert sign * rule.bias.grad > 0  # descending lowers the chance to leave where a step helps
+
+
+# A sampled exit
+
+
+def test_the_sampled_exit_averages_what_is_expected():
+    model, x = some(scale=0.3)
+    rule = lively_exit()
+    trajectory = model.trajectory(x, every_step=True)
+    objective = rd.SampledExitLoss(rule)
+    with torch.no_grad():
+        drawn = torch.stack([objective(trajectory, x) for _ in range(400)])
+        expected = rd.ExpectedExitLoss(rule, entropy=0.0)(trajectory, x)
+    assert drawn.std() > 0
+    assert abs(drawn.mean() - expected) < 4 * drawn.std() / 400**0.5
+
+
+def test_the_sampled_exit_reads_once_whatever_the_coda():
+    model, x = some(rd.huginn, rd.Layout(1, 1, 3, 1))
+    reads = []
+    model.head.register_forward_hook(lambda *_: reads.append(1))
+    rd.SampledExitLoss(lively_exit())(model.trajectory(x, every_step=True), x).backward()
+    assert len(reads) == 1
+
+
+# Memory
+
+
+def peak(objective, num_steps: int) -> int:
+    model = tiny(rd.grt, rd.Layout(0, 1, num_steps, 0), dim=8, vocab_size=6000)
+    x = torch.randint(6000, (2, 16))
+    for _ in range(2):  # the first backward makes the gradients, which stay
+        with LiveBytes() as live:
+            objective(model.trajectory(x, every_step=True), x).backward()
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    "objective", [rd.every_step_loss, rd.ExpectedExitLoss(rd.LearnedExit(8))], ids=["every", "law"]
+)
+def test_no_more_than_one_steps_logits_are_held_forward_and_backward(objective):
+    logits = 2 * 16 * 6000 * 4
+    few, many = (peak(objective, num_steps) for num_steps in (2, 10))
+    assert few > logits
+    assert many - few < logits  # eight more steps hold eight more states, and not one more step's logits
+
+
+def test_live_logits_are_counted_by_the_test_above():
+    def greedy(trajectory, tokens):
+        return torch.stack(
+            [rd.next_token_loss(trajectory.after(i + 1), tokens) for i in range(trajectory.num_steps)]
+        ).mean()
+
+    logits = 2 * 16 * 6000 * 4
+    assert peak(greedy, 10) - peak(greedy, 2) > 7 * logits
+
+
+# In decoding
+
+
+def test_a_token_leaves_where_the_law_reaches_the_quantile():
+    model, x = some(layout=rd.Layout(0, 1, 4, 0))
+    rule = lively_exit()
+    law = rd.exit_law(rd.exit_hazards(rule, model.trajectory(x, every_step=True)))[..., -1]
+    for rule.quantile in (0.2, 0.5, 0.8, 0.95):
+        cache = rd.DepthCache(rd.KeepAll())
+        with torch.no_grad():
+            rd.extend(model, x[:, :-1], cache)
+            left = rd.extend_until(model, x[:, -1:], cache, rule)
+        expected = (law.cumsum(0) < rule.quantile).sum(0).clamp(max=3) + 1
+        assert left.num_steps.tolist() == expected.tolist()
+        for row, steps in enumerate(expected.tolist()):
+            assert_close(left.logits[row], exited(model, x[row : row + 1], steps), **close)
+    assert rd.generate(model, x, max_new_tokens=3, exit=rule).shape == (2, 10)
+
+
+def exited(model, x, steps):
+    """The last token's logits where it alone leaves early: earlier tokens took all steps."""
+    cache = rd.DepthCache(rd.KeepAll())
+    with torch.no_grad():
+        rd.extend(model, x[:, :-1], cache)
+        return rd.extend(model, x[:, -1:], cache, steps)[0, -1]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [rd.every_step_loss, rd.ExpectedExitLoss(Fixed(0.5)), rd.ExitGainLoss(Fixed(0.5)), rd.SampledExitLoss(Fixed(0.5))],
+    ids=["every", "first stage", "second stage", "sampled"],
+)
+def test_an_objective_refuses_a_trajectory_without_its_steps(objective):
+    model, x = some()
+    with pytest.raises(ValueError, match=r"each of 4 steps, but the trajectory kept 1: give every_step=True"):
+        rd.WithObjective(model, objective)(x)
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (partial(rd.ExpectedExitLoss, entropy=math.nan), "entropy"),
+        (partial(rd.ExitGainLoss, sharpness=math.inf), "sharpness"),
+        (partial(rd.ExitGainLoss, threshold=math.nan), "threshold"),
+    ],
+    ids=["entropy", "sharpness", "threshold"],
+)
+def test_numbers_that_are_none_are_refused(make, name):
+    with pytest.raises(ValueError, match=name):
+        make(Fixed(0.5))
