@@ -19,7 +19,7 @@ from recurrent_depth.trajectory import Trajectory
 
 def distillation_loss(
     logits: Float[Tensor, "batch token vocab"],
-    teacher: Float[Tensor, "batch token vocab"],
+    teacher: Float[Tensor, "batch token other"],
     mask: Mask = None,
     *,
     temperature: float | int = 1.0,

@@ -34,7 +34,7 @@ class PoissonDepthPerRow(DepthSampler):
 
     def __call__(self, draw: int) -> Depth:
         generator = generator_of(self.seed, draw)
-        rows = tuple(max(1, draw_poisson(self.mean, generator)) for _ in range(self.num_rows))
+        rows = tuple(max(1, draw_poisson(float(self.mean), generator)) for _ in range(self.num_rows))
         num_steps = max(rows)
         return Depth(num_steps, None if self.grad_steps is None else min(self.grad_steps, num_steps), rows)
 

@@ -1,7 +1,7 @@
 """What a training script needs beside its loop: parameter groups, a schedule, checkpoints. Needs the extra `train`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,7 @@ def parameter_groups(
     scales: Mapping[str, float] | None = None,
     *,
     lr: float | None = None,
+    undecayed: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Parameter groups for AdamW: matrices decay, vectors do not, and each trained parameter is there exactly once.
 
@@ -43,9 +44,12 @@ def parameter_groups(
         scales: multiples of the learning rate by the beginning of a parameter's name, such as
             `{"core.update.gate": 10.0}`; the longest that fits counts. A gate of bias +4 opens slowly otherwise.
         lr: the learning rate that `scales` multiplies.
+        undecayed: beginnings of the names of parameters that don't decay whatever their axes, such as
+            `["core.update"]` for the recurrence of `parcae`.
 
     Raises:
-        ValueError: if a name in `scales` begins no parameter, a scale is not above 0, or `lr` is missing beside it.
+        ValueError: if a name in `scales` or `undecayed` begins no parameter, a scale is not above 0, or `lr` is missing
+            beside `scales`.
     """
     scales = dict(scales or {})
     if not math.isfinite(weight_decay) or weight_decay < 0:
@@ -54,9 +58,12 @@ def parameter_groups(
         raise ValueError(f"scales is {scales}, but without lr there is nothing to scale: give lr too.")
     parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
     _check_scales(scales, parameters)
+    for prefix in undecayed:
+        _check_prefix("undecayed", prefix, parameters)
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         scale, decays = _scale_of(name, scales), parameter.ndim >= 2
+        decays = decays and not any(_begins(prefix, name) for prefix in undecayed)
         group = groups.setdefault((scale, decays), {"params": [], "weight_decay": weight_decay if decays else 0.0})
         group["params"].append(parameter)
         if lr is not None:
@@ -98,10 +105,14 @@ def _scale_of(name: str, scales: Mapping[str, float]) -> float:
     return float(scales[max(fitting, key=len)]) if fitting else 1.0
 
 
+def _check_prefix(argument: str, prefix: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    if not any(_begins(prefix, name) for name in parameters):
+        known = sorted({name.rpartition(".")[0] or name for name in parameters})
+        raise ValueError(f"{argument} names {prefix!r}, but no parameter begins so. Modules with parameters: {known}.")
+
+
 def _check_scales(scales: Mapping[str, float], parameters: Mapping[str, nn.Parameter]) -> None:
     for prefix, scale in scales.items():
-        if not any(_begins(prefix, name) for name in parameters):
-            known = sorted({name.rpartition(".")[0] or name for name in parameters})
-            raise ValueError(f"scales names {prefix!r}, but no parameter begins so. Modules with parameters: {known}.")
+        _check_prefix("scales", prefix, parameters)
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"scales[{prefix!r}] is {scale}, but must be above 0.")

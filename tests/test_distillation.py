@@ -1,0 +1,119 @@
+"""Distillation: from a dense teacher's logits, and from its states where they are aligned with steps."""
+
+import copy
+import math
+
+import pytest
+import torch
+from battery import close, lively, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributions import Categorical, kl_divergence
+from torch.testing import assert_close
+
+import recurrent_depth as rd
+
+MASK = torch.tensor([[False, False, True, True, True], [True] * 5])
+
+
+def dense(num_blocks: int = 3) -> rd.RecurrentTransformer:
+    return lively(tiny(lambda layout, **sizes: rd.dense(num_blocks, **sizes))).eval()
+
+
+@given(st.floats(0.5, 4), st.booleans())
+def test_the_divergence_is_that_of_torch_over_real_tokens(temperature, padded):
+    student, teacher = torch.randn(2, 2, 5, 7)
+    exact = kl_divergence(Categorical(logits=teacher / temperature), Categorical(logits=student / temperature))
+    expected = temperature**2 * (exact[MASK] if padded else exact).mean()
+    found = rd.distillation_loss(student, teacher, MASK if padded else None, temperature=temperature)
+    assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_states_are_compared_pair_by_pair_over_real_tokens():
+    ours, theirs = list(torch.randn(2, 2, 5, 4)), list(torch.randn(2, 2, 5, 4))
+    expected = (torch.stack(ours) - torch.stack(theirs)).square()
+    assert_close(rd.aligned_state_loss(ours, theirs), expected.mean())
+    assert_close(rd.aligned_state_loss(ours, theirs, MASK), expected[:, MASK].mean())
+
+
+def test_a_teacher_tells_its_state_after_each_block_and_keeps_no_hook():
+    model, x = lively(tiny()).eval(), torch.randint(23, (2, 5))
+    said = rd.taught(model, x)
+    assert len(said.states) == model.layout.executed == 8
+    assert_close(said.logits, model(x))
+    assert_close(model.head(model.norm(said.states[-1]), model.embed.token.weight), said.logits)
+    assert not said.logits.requires_grad
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_has_nothing_to_learn_from_itself():
+    model, x = dense(), torch.randint(23, (2, 5))
+    teacher = copy.deepcopy(model)
+    objective = rd.DistilledLoss(teacher, states=1.0, align={1: 3})
+    assert_close(rd.WithObjective(model, objective)(x), rd.next_token_loss(model(x), x))
+
+
+def test_a_student_is_drawn_to_its_teacher_and_the_teacher_stays():
+    model, teacher = tiny(rd.naive, rd.Layout(0, 1, 3, 0)), dense()
+    before = copy.deepcopy(teacher.state_dict())
+    trained = rd.WithObjective(
+        model, rd.DistilledLoss(teacher, logits=5.0, states=0.1, align={1: 1, 2: 2, 3: 3}), every_step=True
+    )
+    assert not any("teacher" in name for name in trained.state_dict())
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
+    x = torch.randint(23, (4, 9))
+    distance = rd.distillation_loss(model(x), teacher(x)).item()
+    for _ in range(60):
+        optimizer.zero_grad()
+        trained(x).backward()
+        optimizer.step()
+    assert rd.distillation_loss(model(x), teacher(x)) < 0.8 * distance
+    assert all(torch.equal(weight, before[name]) for name, weight in teacher.state_dict().items())
+    assert all(weight.grad is None for weight in teacher.parameters())
+
+
+def test_steps_that_are_not_taken_are_not_aligned():
+    model, teacher, x = lively(tiny(rd.naive, rd.Layout(0, 1, 3, 0))).eval(), dense(), torch.randint(23, (2, 5))
+    objective = rd.DistilledLoss(teacher, logits=0.5, states=2.0, align={1: 1, 3: 3})
+    said = rd.taught(teacher, x)
+    for steps in (1, 2, 3):
+        trajectory = model.trajectory(x, steps, every_step=True)
+        pairs = [(trajectory.states[i - 1].h, said.states[i - 1]) for i in (1, 3) if i <= steps]
+        expected = rd.next_token_loss(model(x, steps), x) + 0.5 * rd.distillation_loss(model(x, steps), said.logits)
+        expected = expected + 2.0 * rd.aligned_state_loss(*zip(*pairs, strict=True))
+        assert_close(objective(trajectory, x), expected, **close)
+
+
+def test_padding_teaches_nothing():
+    model, teacher, x = lively(tiny(rd.naive, rd.Layout(0, 1, 3, 0))).eval(), dense(), torch.randint(23, (2, 5))
+    objective, other = rd.DistilledLoss(teacher, states=1.0, align={1: 1}), x.clone()
+    other[0, :2] = (x[0, :2] + 1) % 23
+    losses = [rd.WithObjective(model, objective, every_step=True)(tokens, mask=MASK) for tokens in (x, other)]
+    assert_close(*losses, **close)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"logits": math.nan}, "logits"),
+        ({"states": 1.0}, "aligned where they weigh"),
+        ({"align": {1: 1}}, "aligned where they weigh"),
+        ({"states": 1.0, "align": {1: 4}}, "one of the teacher's 3 blocks"),
+        ({"states": 1.0, "align": {0: 1}}, "a step from 1"),
+    ],
+    ids=str,
+)
+def test_impossible_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        rd.DistilledLoss(dense(), **arguments)
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match=r"teacher must be \(2, 5, 7\) like logits, got \(2, 5, 8\)"):
+        rd.distillation_loss(torch.randn(2, 5, 7), torch.randn(2, 5, 8))
+    with pytest.raises(ValueError, match="teacher holds 1 states"):
+        rd.aligned_state_loss(list(torch.randn(2, 1, 5, 7)), list(torch.randn(1, 1, 5, 7)))
+    model, x = tiny(rd.naive), torch.randint(23, (2, 5))
+    with pytest.raises(ValueError, match="every_step=True"):
+        rd.WithObjective(model, rd.DistilledLoss(dense(), states=1.0, align={1: 1}))(x)
