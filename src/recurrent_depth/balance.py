@@ -38,7 +38,7 @@ class BalanceLoss(Balance):
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
 
-    def __init__(self, coefficient: float = 0.1):
+    def __init__(self, coefficient: float | int = 0.1):
         super().__init__()
         self.coefficient = coefficient
 
@@ -72,7 +72,7 @@ class BalanceBias(Balance):
     Reference: Wang et al., 2024, arXiv 2408.15664; Bae et al., 2025, arXiv 2507.10524.
     """
 
-    def __init__(self, num_depths: int, rate: float = 0.001):
+    def __init__(self, num_depths: int, rate: float | int = 0.001):
         super().__init__()
         self.rate = rate
         self.register_buffer("bias", torch.zeros(require_whole("num_depths", num_depths, at_least=1)))

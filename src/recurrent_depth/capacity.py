@@ -17,7 +17,7 @@ def falling_capacities(num_steps: int) -> tuple[float, ...]:
     return tuple((num_steps - step) / num_steps for step in range(num_steps))
 
 
-def checked_capacities(capacities: Sequence[float]) -> tuple[float, ...]:
+def checked_capacities(capacities: Sequence[float | int]) -> tuple[float, ...]:
     """The capacities of the steps.
 
     Raises:
@@ -54,7 +54,7 @@ class CosineCapacities:
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
 
-    capacities: Sequence[float]
+    capacities: Sequence[float | int]
     warmup: int
 
     def __post_init__(self):

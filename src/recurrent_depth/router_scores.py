@@ -48,7 +48,7 @@ class LinearScores(RouterScores):
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
 
-    def __init__(self, dim: int, *, num_routers: int = 1, num_outputs: int = 1, temperature: float = 1.0):
+    def __init__(self, dim: int, *, num_routers: int = 1, num_outputs: int = 1, temperature: float | int = 1.0):
         super().__init__()
         _check(temperature, dim=dim, num_routers=num_routers, num_outputs=num_outputs)
         self.num_routers, self.num_outputs, self.temperature = num_routers, num_outputs, temperature
@@ -94,7 +94,7 @@ class MLPScores(RouterScores):
         num_routers: int = 1,
         num_outputs: int = 1,
         hidden: int | None = None,
-        temperature: float = 1.0,
+        temperature: float | int = 1.0,
     ):
         super().__init__()
         hidden = 2 * dim if hidden is None else hidden
@@ -124,7 +124,7 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 
-def _check(temperature: float, **sizes: int) -> None:
+def _check(temperature: float | int, **sizes: int) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature of the router must be above 0, got {temperature}.")
     for name, size in sizes.items():

@@ -18,7 +18,7 @@ class RouterWeight(nn.Module, abc.ABC):
 class SigmoidWeight(RouterWeight):
     """`alpha * sigmoid(score)`; 0.1 is the released default of Mixture-of-Recursions."""
 
-    def __init__(self, alpha: float = 0.1):
+    def __init__(self, alpha: float | int = 0.1):
         super().__init__()
         self.alpha = alpha
 
@@ -30,7 +30,7 @@ class SigmoidWeight(RouterWeight):
 class TanhWeight(RouterWeight):
     """`alpha * tanh(score)`."""
 
-    def __init__(self, alpha: float = 0.1):
+    def __init__(self, alpha: float | int = 0.1):
         super().__init__()
         self.alpha = alpha
 
@@ -50,7 +50,7 @@ class RawWeight(RouterWeight):
 class SoftmaxWeight(RouterWeight):
     """`alpha * softmax(scores)` over a router's outputs: token choice."""
 
-    def __init__(self, alpha: float = 1.0):
+    def __init__(self, alpha: float | int = 1.0):
         super().__init__()
         self.alpha = alpha
 
@@ -62,7 +62,7 @@ class SoftmaxWeight(RouterWeight):
 class ConstantWeight(RouterWeight):
     """The same weight for all, so that only the choice is routed; 1 is the published variant without weights."""
 
-    def __init__(self, value: float = 1.0):
+    def __init__(self, value: float | int = 1.0):
         super().__init__()
         self.value = value
 

@@ -34,7 +34,7 @@ class ExpertChoice(Router):
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
 
-    def __init__(self, choose: TopTokens, capacities: Sequence[float]):
+    def __init__(self, choose: TopTokens, capacities: Sequence[float | int]):
         super().__init__()
         self.choose = choose
         self.capacities = capacities
@@ -45,7 +45,7 @@ class ExpertChoice(Router):
         return self._capacities
 
     @capacities.setter
-    def capacities(self, capacities: Sequence[float]) -> None:
+    def capacities(self, capacities: Sequence[float | int]) -> None:
         found = checked_capacities(capacities)
         if len(found) != self.choose.scores.num_routers:
             raise ValueError(
@@ -95,7 +95,7 @@ class MixtureOfDepths(Router):
     Reference: Raposo et al., 2024, arXiv 2404.02258.
     """
 
-    def __init__(self, choose: TopTokens, *, capacity: float = 0.125, every: int = 2):
+    def __init__(self, choose: TopTokens, *, capacity: float | int = 0.125, every: int = 2):
         super().__init__()
         if not 0 < capacity <= 1:
             raise ValueError(f"capacity is {capacity}, but must be above 0 and at most 1.")
@@ -133,13 +133,13 @@ class MixtureOfDepths(Router):
         return UpdateCost(step=step, shares=tuple(self.capacity if r else 1.0 for r in routed), selects=True)
 
 
-def at_most(real: Bool[Tensor, "batch token"], capacity: float) -> Limit:
+def at_most(real: Bool[Tensor, "batch token"], capacity: float | int) -> Limit:
     """`int(capacity * tokens)` of the real tokens of each row, but at least one."""
     rows = (real.sum(1).double() * capacity + ROUNDING).floor().long().clamp(min=1)
     return Limit(rows, max(1, math.floor(real.shape[1] * capacity + ROUNDING)))
 
 
-def at_least(real: Bool[Tensor, "batch token"], capacity: float) -> Limit:
+def at_least(real: Bool[Tensor, "batch token"], capacity: float | int) -> Limit:
     """`ceil(capacity * tokens)` of the real tokens of each row."""
     rows = (real.sum(1).double() * capacity - ROUNDING).ceil().long()
     return Limit(rows, math.ceil(real.shape[1] * capacity - ROUNDING))

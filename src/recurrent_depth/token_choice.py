@@ -53,7 +53,7 @@ class TokenChoice(Router):
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
 
-    def __init__(self, scores: RouterScores, weight: RouterWeight, balance: Balance, *, z_loss: float = 1e-5):
+    def __init__(self, scores: RouterScores, weight: RouterWeight, balance: Balance, *, z_loss: float | int = 1e-5):
         super().__init__()
         self.scores, self.weight, self.balance, self.z_loss = scores, weight, balance, z_loss
         self.full_depth = False

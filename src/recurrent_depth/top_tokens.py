@@ -60,8 +60,8 @@ class TopTokens(nn.Module):
         weight: RouterWeight,
         *,
         predictor: RouterScores | None = None,
-        loss: float = 0.001,
-        z_loss: float = 0.0,
+        loss: float | int = 0.001,
+        z_loss: float | int = 0.0,
     ):
         super().__init__()
         self.scores, self.weight, self.predictor, self.loss, self.z_loss = scores, weight, predictor, loss, z_loss
@@ -87,8 +87,10 @@ class TopTokens(nn.Module):
         return Choice(chosen, weight, self._losses(h.detach(), active, chosen, router))
 
     def _losses(self, h: Tensor, active: Tensor, chosen: Tensor, router: int) -> dict[str, Tensor]:
-        told = (self.scores if self.predictor is None else self.predictor)(h, router)[..., 0]
-        losses = {"router": self.loss * choice_loss(told, chosen, active)}
+        losses = {}
+        if self.loss:
+            told = (self.scores if self.predictor is None else self.predictor)(h, router)[..., 0]
+            losses["router"] = self.loss * choice_loss(told, chosen, active)
         if self.z_loss:
             losses["router_z"] = self.z_loss * z_loss(self.scores(h, router), active)
         return losses
