@@ -102,7 +102,7 @@ from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.trees import map_tensors
 from recurrent_depth.universal_form import UniversalForm
 from recurrent_depth.update import DepthState, DepthUpdate, GatedDepthUpdate, ReplaceState, initial_state
-from recurrent_depth.weight_start import WeightStart, normal, truncated_normal
+from recurrent_depth.weight_start import WeightStart, truncated_normal
 
 __all__ = [
     "MLP",
@@ -277,7 +277,6 @@ __all__ = [
     "mor",
     "naive",
     "next_token_loss",
-    "normal",
     "ouro",
     "parcae",
     "pick_chosen",
