@@ -22,7 +22,9 @@ DEPTHS = range(1, 13)
 LAYOUT = rd.Layout(1, 1, 12, 1)
 X = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(0))
 LOOPS = ["grt", "grt-llama", "grt-joint-norm", "grt-noise-per-token", "naive", "anchor-added"]
+NUMBERED = ["rrt", "rrt-gated", "embedding-per-step"]  # these read which step it is
 every_loop = pytest.mark.parametrize("build", [METHODS[name] for name in LOOPS], ids=LOOPS)
+numbered = pytest.mark.parametrize("build", [METHODS[name] for name in NUMBERED], ids=NUMBERED)
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,18 @@ def test_three_graphs_serve_truncated_training(build):
     assert counter.frame_count <= 4
 
 
+@numbered
+def test_a_step_that_reads_its_number_takes_one_graph_more_at_most_for_step_0(build):
+    model, counter = compiled(build)
+    for depth in DEPTHS:
+        train(model, depth)
+        train(model, rd.Depth(depth, grad_steps=3))
+    assert counter.frame_count <= 4
+    for depth in DEPTHS:
+        evaluate(model, depth)
+    assert counter.frame_count <= 5
+
+
 @pytest.mark.parametrize("order", [(1, 5, 12, 2), (12, 1, 7), (3, 3, 1, 12)], ids=str)
 def test_the_order_of_depths_changes_nothing(order):
     model, counter = compiled()
@@ -93,7 +107,7 @@ def test_a_new_depth_compiles_nothing(checkpointing):
     assert counter.frame_count == before <= 3
 
 
-@pytest.mark.parametrize("backend, build", [*(("aot_eager", name) for name in LOOPS), ("inductor", "grt")])
+@pytest.mark.parametrize("backend, build", [*(("aot_eager", name) for name in [*LOOPS, *NUMBERED]), ("inductor", "grt")])
 def test_compiled_is_eager(backend, build):
     eager = lively(tiny(METHODS[build], rd.Layout(1, 1, 3, 1))).eval()
     fast = copy.deepcopy(eager)
