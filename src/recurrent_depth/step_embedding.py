@@ -89,7 +89,7 @@ class AddStepEmbedding(DepthUpdate):
         """The inner update's step, then what the step's embedding adds."""
         context, embeddings = state.context
         after = self.inner(state._replace(context=context), blocks, step)
-        added = self.norm(self.widen(self._gated(after.h, embeddings[:, :, step])))
+        added = self.norm(self.widen(self._gated(after.h, embeddings.select(2, step))))
         return after._replace(h=after.h + added.to(after.h.dtype), context=state.context)
 
     def _gated(self, x: Tensor, embedding: Tensor) -> Tensor:
