@@ -21,7 +21,10 @@ pytestmark = [
 DEPTHS = range(1, 13)
 LAYOUT = rd.Layout(1, 1, 12, 1)
 X = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(0))
-LOOPS = ["grt", "grt-llama", "grt-joint-norm", "grt-noise-per-token", "naive", "anchor-added"]
+LOOPS = [
+    *("grt", "grt-llama", "grt-joint-norm", "grt-noise-per-token", "naive", "anchor-added"),
+    *("universal", "halting-gate", "mesh", "loopformer", "huginn", "ouro", "parcae"),
+]
 NUMBERED = ["rrt", "rrt-gated", "embedding-per-step"]  # these read which step it is
 every_loop = pytest.mark.parametrize("build", [METHODS[name] for name in LOOPS], ids=LOOPS)
 numbered = pytest.mark.parametrize("build", [METHODS[name] for name in NUMBERED], ids=NUMBERED)
@@ -107,7 +110,9 @@ def test_a_new_depth_compiles_nothing(checkpointing):
     assert counter.frame_count == before <= 3
 
 
-@pytest.mark.parametrize("backend, build", [*(("aot_eager", name) for name in [*LOOPS, *NUMBERED]), ("inductor", "grt")])
+@pytest.mark.parametrize(
+    "backend, build", [*(("aot_eager", name) for name in [*LOOPS, *NUMBERED]), ("inductor", "grt")]
+)
 def test_compiled_is_eager(backend, build):
     eager = lively(tiny(METHODS[build], rd.Layout(1, 1, 3, 1))).eval()
     fast = copy.deepcopy(eager)
