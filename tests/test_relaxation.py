@@ -2,8 +2,10 @@
 
 import copy
 import os
+import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +14,14 @@ from battery import close, gradients, lively, tiny
 from processes import start as start_process
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 from user_parts import Mixing
 
 import recurrent_depth as rd
 from recurrent_depth.corrections import LowRank
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from live_bytes import LiveBytes
 
 LAYOUT = rd.Layout(1, 2, 3, 1)
 X = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -127,6 +133,20 @@ def test_outside_of_a_call_the_tied_blocks_are_bare():
     assert torch.equal(stack(x, at), plain(x, at))
 
 
+def test_a_copy_and_a_pickle_are_corrected_by_their_own_factors(tmp_path):
+    model = lively(rrt()).eval()
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(other(X), model(X))
+        lively(other)
+        assert not torch.allclose(other(X), model(X), atol=1e-2)
+        assert_close(
+            by_hand(other, 0).core.stack(X[..., None] * torch.ones(16), rd.At()),
+            other.core.stack(X[..., None] * torch.ones(16), rd.At(), 0),
+            **close,
+        )
+
+
 def test_an_error_inside_of_the_blocks_leaves_them_bare():
     class Failing(Mixing):
         def forward(self, x, at):
@@ -140,6 +160,23 @@ def test_an_error_inside_of_the_blocks_leaves_them_bare():
     with pytest.raises(RuntimeError, match="on purpose"):
         relaxed(x, rd.At(extra={"fail": True}), 1)
     assert torch.equal(stack(x, rd.At()), expected)
+
+
+# With routers: tokens that take a step take it with its corrections
+
+
+@pytest.mark.parametrize("router", [rd.expert_choice, rd.token_choice])
+def test_a_router_goes_with_a_correction_per_step(router):
+    build = partial(tiny, partial(rd.mor, router=router, update=rd.gated, combine=rd.Interpolate), LAYOUT)
+    routed, model = (with_seed(build).eval() for _ in range(2))
+    model.core = rd.RecurrentCore(rd.RelaxedStack(model.core.stack, 3, rank=4), model.core.update).eval()
+    assert_close(model(X), routed(X))
+    before = model.trajectory(X, every_step=True).states
+    with torch.no_grad():
+        corrections(model)["blocks.1.mlp.up"].B[1] += 5.0
+    after = model.trajectory(X, every_step=True).states
+    assert torch.equal(before[0].h, after[0].h)
+    assert not torch.equal(before[1].h, after[1].h)
 
 
 # Any module, which stays its caller's
@@ -393,6 +430,29 @@ def test_the_factors_are_counted():
     extra = sum(layer.A[0].numel() + layer.B[0].numel() for layer in corrections(rrt()).values())
     assert model.core - tied.core == 3 * 7 * 2 * extra
     assert model._replace(core=0) == tied._replace(core=0)
+
+
+@pytest.mark.parametrize("update", [rd.plain, rd.gated])
+@pytest.mark.parametrize("form, above", [(rd.GPT2Form, 1.01), (rd.LlamaForm, 1.2)])
+def test_memory_of_decoding_is_not_above_the_prediction_and_hardly_below(form, above, update):
+    model = rrt(dim=256, form=form, update=update, context_length=128).eval()
+    tokens, cache = torch.zeros(1, 128, dtype=torch.long), rd.DepthCache(rd.KeepAll(), max_tokens=128)
+    predicted = rd.accounting.decode_memory(model, 128, batch=1, dtype=torch.float32)
+    with torch.no_grad(), LiveBytes() as live:
+        rd.extend(model, tokens, cache, logits_to_keep=1)
+    found = live.peak - predicted.cache
+    assert 0.99 * found <= predicted.prefill <= above * found
+
+
+@pytest.mark.parametrize("update", [rd.plain, rd.gated])
+@pytest.mark.parametrize("form", [rd.GPT2Form, rd.LlamaForm])
+def test_the_flops_are_those_that_torch_counts(form, update):
+    with torch.device("meta"):
+        model, tokens = rrt(form=form, update=update, skip_first=True).eval(), torch.zeros(1, 7, dtype=torch.long)
+    for num_steps in (1, 3):
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, num_steps)
+        assert counter.get_total_flops() == rd.accounting.flops(model, 7, num_steps)
 
 
 @pytest.mark.parametrize("update", [rd.plain, partial(rd.gated, bias=0.0)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from battery import close, gradients, lively, tiny
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 from transcription import blocks, layer_norm
 
 import recurrent_depth as rd
@@ -109,6 +110,17 @@ def test_the_embeddings_are_counted_once_and_the_maps_at_each_step():
     assert model.begin == 7 * 2 * 16 * 3 * SIZE
     assert model.update == 3 * 7 * 2 * 2 * 16 * SIZE
     assert model._replace(begin=0, update=0) == bare
+
+
+@pytest.mark.parametrize("update", [rd.plain, rd.gated])
+@pytest.mark.parametrize("form", [rd.GPT2Form, rd.LlamaForm])
+def test_the_flops_are_those_that_torch_counts(form, update):
+    with torch.device("meta"):
+        model, tokens = ple(form=form, update=update).eval(), torch.zeros(1, 7, dtype=torch.long)
+    for num_steps in (1, 3):
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, num_steps)
+        assert counter.get_total_flops() == rd.accounting.flops(model, 7, num_steps)
 
 
 @pytest.mark.parametrize("update", [rd.plain, partial(rd.gated, bias=0.0)])

@@ -132,8 +132,8 @@ class RelaxedStack(nn.Module):
     def cost(self) -> BlockCost:
         """The stack and the factors of one step."""
         tied = self._tied[0].cost()
-        # Behind a corrected layer its output, the correction and their sum are alive at once.
-        live = tuple(moment.plus(Moment(numbers=2 * self.corrections.widest())) for moment in tied.live)
+        # Before they are summed, a layer's output and its correction are alive beside what the stack itself holds.
+        live = tuple(moment.plus(Moment(numbers=self.corrections.widest())) for moment in tied.live)
         return tied._replace(live=live).plus(self.corrections.cost())
 
 
