@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from torch.testing import assert_close
 
-from recurrent_depth.choice import Greedy, Sampling, TokenChoice, check_logits
+from recurrent_depth.choice import Greedy, NextTokenRule, Sampling, check_logits
 from recurrent_depth.draw import RowStreams, draw
 
 REFUSED = (ValueError, TypeCheckError)  # the latter only where the tests' hook checks types first
@@ -49,7 +49,7 @@ def nothing_seen(logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros(len(logits), 0, dtype=torch.long)
 
 
-def distribution(choice: TokenChoice, row: list[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def distribution(choice: NextTokenRule, row: list[float], dtype: torch.dtype = torch.float64) -> torch.Tensor:
     logits = torch.tensor([row], dtype=dtype)
     return choice.probabilities(logits, nothing_seen(logits))[0]
 
@@ -356,7 +356,7 @@ def test_choices_cannot_be_changed_and_the_interface_not_be_built():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Sampling().top_k = 3
     with pytest.raises(TypeError, match="abstract"):
-        TokenChoice()  # pyright: ignore[reportAbstractUsage]
+        NextTokenRule()  # pyright: ignore[reportAbstractUsage]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

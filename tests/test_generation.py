@@ -74,7 +74,7 @@ def slowly(
     model: rd.RecurrentTransformer,
     prompt: Tensor,
     num_steps: int,
-    choose: rd.TokenChoice,
+    choose: rd.NextTokenRule,
     streams: RowStreams,
     row: int,
 ) -> list[int]:
@@ -396,7 +396,7 @@ def test_training_goes_on_after_generating():
         model.zero_grad()
 
 
-class Spy(rd.TokenChoice):
+class Spy(rd.NextTokenRule):
     """Greedy; keeps the logits that it was given."""
 
     def __init__(self):
@@ -462,11 +462,11 @@ class CountingOperations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("exit", [None, rd.KLConverged(below=1e-30)], ids=["all steps", "asked"])
-def test_a_token_takes_as_many_operations_whatever_came_before(padded, exit):
+@pytest.mark.parametrize("rule", [None, rd.KLConverged(below=1e-30)], ids=["all steps", "asked"])
+def test_a_token_takes_as_many_operations_whatever_came_before(padded, rule):
     model, counts = some_model(context_length=128), []
     mask = torch.arange(4)[None] >= torch.tensor([[0], [int(padded)]])
-    stream = rd.stream(model, X, max_new_tokens=100, mask=mask if padded else None, exit=exit)
+    stream = rd.stream(model, X, max_new_tokens=100, mask=mask if padded else None, exit=rule)
     for _ in range(100):
         with CountingOperations() as operations:
             next(stream)

@@ -238,7 +238,7 @@ def test_each_input_of_a_round_takes_each_step_once(draft_steps):
     assert done.num_drafted / batch < num_inputs <= done.num_drafted / batch + 8  # one input more for each round
 
 
-class Ranked(rd.TokenChoice):
+class Ranked(rd.NextTokenRule):
     """The likeliest token at 2/3, the next at 1/3: a regular grid of numbers draws them exactly."""
 
     def probabilities(self, logits, seen, seen_mask=None):
@@ -249,7 +249,7 @@ class Ranked(rd.TokenChoice):
         return draw(self.probabilities(logits, seen, seen_mask), uniforms())
 
 
-def exact(model, prompt, num_new: int, choose: rd.TokenChoice) -> dict[tuple[int, ...], float]:
+def exact(model, prompt, num_new: int, choose: rd.NextTokenRule) -> dict[tuple[int, ...], float]:
     """The chance of each continuation at full depth, without a cache."""
     chances = {(): 1.0}
     for _ in range(num_new):

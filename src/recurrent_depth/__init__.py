@@ -9,7 +9,7 @@ from recurrent_depth.borrowed import Borrowed
 from recurrent_depth.builders import assemble, dense, gated, grt, naive, plain
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.capacity import CosineCapacities, falling_capacities
-from recurrent_depth.choice import Greedy, Sampling, TokenChoice
+from recurrent_depth.choice import Greedy, NextTokenRule, Sampling
 from recurrent_depth.compiled_decoding import compile_decoding
 from recurrent_depth.conditioned_block import ConditionedBlock
 from recurrent_depth.consistency import WithConsistency, consistency_loss
@@ -57,6 +57,7 @@ from recurrent_depth.kv_policy import (
     KeepMean,
     KeysValues,
     KVStepPolicy,
+    OneCopy,
 )
 from recurrent_depth.memory_slots import MemorySlotsUpdate, StepRouter
 from recurrent_depth.model import RecurrentTransformer
@@ -181,9 +182,11 @@ __all__ = [
     "MemorySlotsUpdate",
     "MixtureOfDepths",
     "ModelKeyValues",
+    "NextTokenRule",
     "NoRotary",
     "NormEachStep",
     "Notes",
+    "OneCopy",
     "PartCost",
     "Pick",
     "PlainBlock",

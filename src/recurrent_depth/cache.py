@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.kv_policy import KeepAll, KVStepPolicy
 from recurrent_depth.slots import Joined, Key, Range, Slot
 from recurrent_depth.turn import Turn
@@ -28,9 +28,10 @@ class DepthCache:
             doubled whenever it is used up.
 
     Raises:
-        ValueError: if `max_tokens` is below 1.
+        ValueError: if `policy` is none, or `max_tokens` below 1.
 
     Attributes:
+        capacity: tokens per row that there is room for.
         length: tokens seen per row; never the number of entries that a policy made of them.
         batch: rows; None before the first tokens.
         mask: which of the tokens seen are real; None where all are.
@@ -38,6 +39,7 @@ class DepthCache:
 
     def __init__(self, policy: KVStepPolicy | None = None, *, max_tokens: int | None = None):
         self.policy = KeepAll() if policy is None else policy
+        require_instance("policy", self.policy, KVStepPolicy)
         self.max_tokens = None if max_tokens is None else require_whole("max_tokens", max_tokens, at_least=1)
         self.reset()
 
@@ -121,22 +123,29 @@ class DepthCache:
         Raises:
             ValueError: if `times` is below 1.
         """
+        times = require_whole("times", times, at_least=1)
         if self.batch is not None:
-            self.select(torch.arange(self.batch).repeat_interleave(require_whole("times", times, at_least=1)))
+            self.select(torch.arange(self.batch).repeat_interleave(times))
 
     def to(self, device: torch.device | str) -> "DepthCache":
-        """Moves everything to a device; returns the cache."""
-        self._map(lambda buffer: buffer.to(device))
-        self.policy.to(device)
+        """Moves everything to a device, the policy too; returns the cache."""
+        where = torch.device(device)
+        self._map(lambda buffer: buffer.to(where))
+        self.policy.to(where)
         return self
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        for slot in self.slots.values():
-            slot.map(change)
-        self.valid = {copy: change(buffer) for copy, buffer in self.valid.items()}
+        # All is made before anything is replaced: without memory for it the cache stays whole.
+        slots = {key: Slot(*map(change, slot.both)) for key, slot in self.slots.items()}
+        valid = {copy: change(buffer) for copy, buffer in self.valid.items()}
         self.mask = None if self.mask is None else change(self.mask)
+        self.slots, self.valid = slots, valid
 
-    def _rows(self, rows: Tensor) -> Tensor:
+    def _rows(self, rows: object) -> Tensor:
+        if not isinstance(rows, Tensor) or rows.is_complex():
+            raise ValueError(f"rows is {rows!r}, but must be a tensor of indices, or of one boolean for each row.")
+        if not self.batch:
+            raise ValueError("rows were to be chosen, but the cache is empty and has none.")
         if rows.ndim != 1 or rows.is_floating_point() or (rows.dtype == torch.bool and len(rows) != self.batch):
             raise ValueError(
                 f"rows must be indices, or one boolean for each of the {self.batch} rows; got {tuple(rows.shape)} of "
@@ -144,6 +153,7 @@ class DepthCache:
             )
         if rows.dtype == torch.bool:
             rows = rows.nonzero()[:, 0]
+        rows = rows.long()
         if rows.numel() == 0 or int(rows.min()) < 0 or int(rows.max()) >= (self.batch or 0):
             raise ValueError(f"rows is {rows.tolist()}, but the cache holds rows 0 to {(self.batch or 0) - 1}.")
         return rows

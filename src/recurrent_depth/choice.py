@@ -15,7 +15,7 @@ from recurrent_depth.draw import draw
 from recurrent_depth.numerics import at_least_float32
 
 
-class TokenChoice(abc.ABC):
+class NextTokenRule(abc.ABC):
     """Turns the logits of the next token into the distribution that it is drawn from."""
 
     @abc.abstractmethod
@@ -30,7 +30,6 @@ class TokenChoice(abc.ABC):
         `seen` holds prompt and continuation so far; where `seen_mask` is False is padding, which was not seen.
         """
 
-    @abc.abstractmethod
     def choose(
         self,
         logits: Float[Tensor, "batch vocab"],
@@ -38,11 +37,12 @@ class TokenChoice(abc.ABC):
         seen_mask: Bool[Tensor, "batch key"] | None,
         uniforms: Callable[[], Float[Tensor, " batch"]],
     ) -> Int[Tensor, " batch"]:
-        """Each row's next token; `uniforms` is asked for a number in [0, 1) per row only where chance decides."""
+        """Each row's next token: drawn by its number in [0, 1), for which `uniforms` is asked where chance decides."""
+        return draw(self.probabilities(logits, seen, seen_mask), uniforms())
 
 
 @dataclass(frozen=True)
-class Greedy(TokenChoice):
+class Greedy(NextTokenRule):
     """Always the most probable token, the first in the vocabulary among equals.
 
     Raises:
@@ -74,7 +74,7 @@ class Greedy(TokenChoice):
 
 
 @dataclass(frozen=True)
-class Sampling(TokenChoice):
+class Sampling(NextTokenRule):
     """Random tokens from a filtered distribution; None leaves a filter out.
 
     In this order, each on what the one before has left, as in Hugging Face's `generate`:
@@ -125,15 +125,6 @@ class Sampling(TokenChoice):
         logits = logits if self.top_p is None else _top_p(logits, self.top_p)
         logits = logits if self.min_p is None else _min_p(logits, self.min_p)
         return logits.softmax(-1)
-
-    def choose(
-        self,
-        logits: Float[Tensor, "batch vocab"],
-        seen: Int[Tensor, "batch key"],
-        seen_mask: Bool[Tensor, "batch key"] | None,
-        uniforms: Callable[[], Float[Tensor, " batch"]],
-    ) -> Int[Tensor, " batch"]:
-        return draw(self.probabilities(logits, seen, seen_mask), uniforms())
 
 
 def check_logits(logits: Float[Tensor, "batch vocab"], rows: Sequence[int] | None = None) -> None:

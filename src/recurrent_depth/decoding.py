@@ -9,7 +9,7 @@ from torch import Tensor
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.cached_forward import OpenForward, open_forward
 from recurrent_depth.contracts import At
-from recurrent_depth.depth import Depth, require_whole
+from recurrent_depth.depth import Depth, require_instance, require_whole
 from recurrent_depth.early_exit import leave_early, rows_of_model
 from recurrent_depth.exits import ExitRule
 from recurrent_depth.model import RecurrentTransformer
@@ -45,6 +45,9 @@ def extend(
         ValueError: for what `RecurrentTransformer.forward` refuses, for a mask that does not cover all keys, and for a
             cache that is full, or of another batch, model or dtype.
     """
+    require_instance("model", model, RecurrentTransformer)
+    if logits_to_keep is not None:
+        require_whole("logits_to_keep", logits_to_keep, at_least=1)
     opened = open_forward(tokens, cache, mask)
     logits = opened.logits(model, tokens, num_steps, logits_to_keep)
     opened.finish()
@@ -56,7 +59,7 @@ class Left(NamedTuple):
 
     Attributes:
         logits: of each row's new token.
-        num_steps: how many steps each row took.
+        num_steps: how many steps each row took; on the CPU.
     """
 
     logits: Float[Tensor, "batch vocab"]
@@ -85,6 +88,8 @@ def extend_until(
         num_steps: at most so many steps; full depth by default.
         mask: True at real tokens, over all keys.
     """
+    require_instance("model", model, RecurrentTransformer)
+    require_instance("exit", exit, ExitRule)
     opened = open_forward(tokens, cache, mask)
     left = logits_until(opened, model, tokens, exit, num_steps)
     opened.finish()

@@ -21,6 +21,19 @@ def require_whole(name: str, value: object, at_least: int | None = None) -> int:
     raise ValueError(f"{name} is {value!r}, but must be a whole number{bound}.")
 
 
+def require_instance(name: str, value: object, kind: type) -> None:
+    """Raises a ValueError for anything that is no instance of a class; says so where the class itself was given."""
+    if isinstance(value, kind):
+        return
+    said, hint = repr(value), ""
+    if isinstance(value, type):
+        said, hint = f"the class {value.__name__}", f": give an instance, such as {value.__name__}(...)"
+    elif len(said) > 60 or "\n" in said:
+        said = f"of {type(value).__name__}"
+    article = "an" if kind.__name__[0] in "AEIOU" else "a"
+    raise ValueError(f"{name} is {said}, but must be {article} {kind.__name__}{hint}.")
+
+
 def optional_steps(name: str, value: int | None) -> int | None:
     """Like `require_whole` of at least 1, where None stands for all steps."""
     return None if value is None else require_whole(name, value, at_least=1)

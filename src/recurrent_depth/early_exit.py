@@ -87,9 +87,24 @@ def leave_early(
 def _asked(rule: ExitRule, work: Working, step: int, readout: RowReadout) -> tuple[Bool[Tensor, " row"], Working]:
     """Which rows stay after a step."""
     look = partial(_look, readout, work)
-    carry, hazard = rule.hazard(work.carry, work.state, look, step)
+    carry, hazard = _checked(rule, rule.hazard(work.carry, work.state, look, step), work.survival)
     survival, leaves = leaving(work.survival, hazard, rule.quantile)
     return ~leaves[:, 0], work._replace(carry=carry, survival=survival)
+
+
+def _checked(rule: ExitRule, answer: object, survival: Tensor) -> tuple[Tree, Tensor]:
+    """What a rule carries, and its hazard; one of another shape would let rows decide for each other."""
+    if isinstance(answer, tuple) and len(answer) == 2:
+        carry, hazard = answer
+        if isinstance(hazard, Tensor) and hazard.shape == survival.shape and hazard.is_floating_point():
+            return carry, hazard
+        got = f"{tuple(hazard.shape)} of {hazard.dtype}" if isinstance(hazard, Tensor) else type(hazard).__name__
+    else:
+        got = f"{type(answer).__name__} in place of (carry, hazard)"
+    raise ValueError(
+        f"hazard of {type(rule).__name__} must return what it carries and a floating tensor {tuple(survival.shape)}, "
+        f"one chance per token; got {got}."
+    )
 
 
 def _look(readout: RowReadout, work: Working, state: DepthState) -> Tensor:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Tree
-from recurrent_depth.depth import require_whole
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.update import DepthState
 
@@ -111,6 +111,7 @@ class AtLeast(ExitRule):
     def __init__(self, num_steps: int, rule: ExitRule):
         super().__init__()
         self.num_steps = require_whole("num_steps", num_steps, at_least=1)
+        require_instance("rule", rule, ExitRule)
         self.rule = rule
         self.quantile = rule.quantile
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.cached_forward import open_forward
 from recurrent_depth.checks import checked_tokens
-from recurrent_depth.choice import Greedy, TokenChoice
+from recurrent_depth.choice import Greedy, NextTokenRule
 from recurrent_depth.decoding import logits_until
-from recurrent_depth.depth import as_depth, require_whole
+from recurrent_depth.depth import as_depth, require_instance, require_whole
 from recurrent_depth.draw import RowStreams
 from recurrent_depth.exits import ExitRule
 from recurrent_depth.kv_policy import KVStepPolicy
@@ -28,7 +28,7 @@ def generate(
     mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
     kv: KVStepPolicy | None = None,
     exit: ExitRule | None = None,  # noqa: A002
-    choose: TokenChoice | None = None,
+    choose: NextTokenRule | None = None,
     stop_tokens: Sequence[int] = (),
     seed: int | None = None,
 ) -> Int[Tensor, "batch text"]:
@@ -56,8 +56,8 @@ def generate(
 
     Raises:
         ValueError: for an empty prompt, a mask of another shape or with padding on the right, a depth that is
-            impossible or not one per row, more tokens than learned positions, and logits from which nothing can be
-            chosen.
+            impossible or not one per row, depths that differ under an exit rule, more tokens than learned positions,
+            and logits from which nothing can be chosen.
     """
     new = stream(
         model,
@@ -84,7 +84,7 @@ def stream(
     mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
     kv: KVStepPolicy | None = None,
     exit: ExitRule | None = None,  # noqa: A002
-    choose: TokenChoice | None = None,
+    choose: NextTokenRule | None = None,
     stop_tokens: Sequence[int] = (),
     seed: int | None = None,
 ) -> Iterator[Int[Tensor, " batch"]]:
@@ -92,6 +92,7 @@ def stream(
 
     Errors in the arguments are raised by the call itself, not by the first token.
     """
+    require_instance("model", model, RecurrentTransformer)
     require_whole("max_new_tokens", max_new_tokens, at_least=1)
     prompt = checked_tokens(prompt, model.embed.token.num_embeddings)
     mask = checked_prompt_mask(mask, prompt)
@@ -100,7 +101,10 @@ def stream(
     depths = [depth.num_steps] * len(prompt) if depth.rows is None else list(depth.rows)
     if exit is not None and len(set(depths)) > 1:
         raise ValueError(f"num_steps is {num_steps!r}, but must be one number for all rows where an exit rule decides.")
+    if exit is not None:
+        require_instance("exit", exit, ExitRule)
     choose = Greedy() if choose is None else choose
+    require_instance("choose", choose, NextTokenRule)
     cache = DepthCache(kv, max_tokens=prompt.shape[1] + max_new_tokens - 1)
     draws = Draws(choose, RowStreams(len(prompt), seed), checked_stop_tokens(stop_tokens))
     return _stream(model, cache, Rows.sorted_by_depth(prompt, mask, depths), draws, exit, max_new_tokens)

@@ -194,6 +194,12 @@ class KeepBlend(OneCopy):
                 f"step {step + 1} of block {layer + 1} was run, but this KeepBlend was built for {num_steps} steps of "
                 f"{num_layers} blocks."
             )
+        built, made = (self.keys.shape[2], 2 * self.keys.shape[4]), (new.keys.shape[1], new.keys.shape[3])
+        if made not in (built, (1, 1)):  # by a single number the accountant asks what is put aside
+            raise ValueError(
+                f"KeepBlend was built for num_kv_heads={built[0]} and head_size={built[1]}, but the core's blocks make "
+                f"{made[0]} heads of {made[1]}."
+            )
         if old is None:
             return new
         keys, values = (weight[layer, : step + 1].softmax(0)[-1] for weight in (self.keys, self.values))

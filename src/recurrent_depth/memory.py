@@ -11,9 +11,6 @@ from recurrent_depth.kv_policy import KeepAll, KVStepPolicy
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.outline import Outline, outline
 
-FULL = KeepAll()
-"""The policy that is counted by default."""
-
 
 class DecodeMemory(NamedTuple):
     """Bytes that decoding takes, by what takes them; prints in GiB or MiB.
@@ -63,7 +60,7 @@ def cache_bytes(
     *,
     batch: int,
     dtype: torch.dtype = torch.bfloat16,
-    kv: KVStepPolicy = FULL,
+    kv: KVStepPolicy | None = None,
 ) -> int:
     """Bytes of the keys and values that a cache holds: exactly what `DepthCache.num_bytes` reports.
 
@@ -73,13 +70,13 @@ def cache_bytes(
         num_steps: the deepest forward that writes into it; full depth by default.
         batch: rows.
         dtype: of keys and values.
-        kv: which of the steps' keys and values are stored.
+        kv: which of the steps' keys and values are stored; `KeepAll()` by default.
 
     Raises:
         ValueError: if a number is below 1, `tokens` missing where no positions are learned, or `dtype` not floating.
     """
     of = outline(model)
-    copies = kv.num_copies(_steps(of, num_steps))
+    copies = (kv or KeepAll()).num_copies(_steps(of, num_steps))
     per_token = of.prelude.cached + copies * of.core.cached + of.coda.cached
     return require_whole("batch", batch, at_least=1) * _capacity(of, tokens) * per_token * _itemsize(dtype)
 
@@ -93,7 +90,7 @@ def decode_memory(
     batch: int,
     prompt: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    kv: KVStepPolicy = FULL,
+    kv: KVStepPolicy | None = None,
 ) -> DecodeMemory:
     """Bytes that a decoding model takes: weights, cache, and the peak of its activations.
 
@@ -114,13 +111,13 @@ def decode_memory(
         batch: rows.
         prompt: tokens read at once before the first is decoded; by default as many as the cache holds.
         dtype: of weights, cache and activations. What the library computes in float32 is counted so.
-        kv: which of the steps' keys and values are stored.
+        kv: which of the steps' keys and values are stored; `KeepAll()` by default.
 
     Raises:
         ValueError: if a number is below 1, `tokens` missing where no positions are learned, `prompt` longer than
             `tokens`, or `dtype` not floating.
     """
-    of = outline(model)
+    of, kv = outline(model), kv or KeepAll()
     capacity, steps = _capacity(of, tokens), _steps(of, num_steps)
     length = require_whole("prompt", capacity if prompt is None else prompt, at_least=1)
     if length > capacity:

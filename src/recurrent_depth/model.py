@@ -15,7 +15,7 @@ from recurrent_depth.blocks import Stack
 from recurrent_depth.checks import check_complete_mask, check_positions, checked_padding, checked_tokens
 from recurrent_depth.contracts import At, Call, ModelKeyValues, Notes
 from recurrent_depth.core import CoreViews, RecurrentCore
-from recurrent_depth.depth import Depth, Layout, as_depth
+from recurrent_depth.depth import Depth, Layout, as_depth, require_whole
 from recurrent_depth.embedding import Embedding
 from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.update import DepthState, add_losses
@@ -101,12 +101,14 @@ class RecurrentTransformer(nn.Module):
             positions: by default 0, 1, 2, ..., counted from a row's first real token; a cache needs these or a mask.
             start: an initial state in place of the update's own.
             kv: what a cache shows of earlier tokens; `extend` gives it.
-            logits_to_keep: logits of so many last tokens alone; by default of all.
+            logits_to_keep: logits of so many last tokens alone, or of all where there are fewer; by default of all.
 
         Raises:
             ValueError: for tokens that are empty, no integers or outside of the vocabulary (checked on CPU), for a mask
                 of another shape, for more tokens than learned positions, and for an impossible depth.
         """
+        if logits_to_keep is not None:
+            require_whole("logits_to_keep", logits_to_keep, at_least=1)
         begun = self.begin(tokens, num_steps, mask=mask, positions=positions, start=start, kv=kv)
         (last,) = deque(self.core.steps(begun.state, begun.depth, begun.at, begun.views), maxlen=1)
         return self.readout(self.core.update.read(last), begun.at, kv, logits_to_keep=logits_to_keep)

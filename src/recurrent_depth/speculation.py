@@ -10,9 +10,9 @@ from torch import Tensor
 
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.checks import checked_tokens
-from recurrent_depth.choice import Greedy, TokenChoice
+from recurrent_depth.choice import Greedy, NextTokenRule
 from recurrent_depth.decoding import extend
-from recurrent_depth.depth import require_whole
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.drafting import Speculator
 from recurrent_depth.draw import RowStreams
 from recurrent_depth.model import RecurrentTransformer
@@ -47,7 +47,7 @@ def speculate(
     draft_tokens: int = 4,
     num_steps: int | None = None,
     mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
-    choose: TokenChoice | None = None,
+    choose: NextTokenRule | None = None,
     stop_tokens: Sequence[int] = (),
     seed: int | None = None,
 ) -> Speculation:
@@ -77,12 +77,15 @@ def speculate(
         seed: of `Sampling`; by default a fresh one at each call.
 
     Raises:
-        ValueError: for what `generate` refuses, for `draft_steps` not in 1 to `num_steps - 1`, and for `draft_tokens`
-            below 1.
+        ValueError: for what `generate` refuses, for `draft_steps` not in 1 to `num_steps - 1`, for `draft_tokens`
+            below 1, and for a model in training mode.
 
     References: Leviathan et al., 2023, arXiv 2211.17192 (accepting drafts); Elhoushi et al., 2024, arXiv 2404.16710
     (drafts of a model's own first layers).
     """
+    require_instance("model", model, RecurrentTransformer)
+    if model.training:
+        raise ValueError("The model is in training mode, where steps may draw noise: call model.eval() first.")
     require_whole("max_new_tokens", max_new_tokens, at_least=1)
     require_whole("draft_tokens", draft_tokens, at_least=1)
     num_steps = require_whole("num_steps", model.num_steps if num_steps is None else num_steps, at_least=1)
@@ -91,9 +94,9 @@ def speculate(
     prompt = checked_tokens(prompt, model.embed.token.num_embeddings)
     mask = checked_prompt_mask(mask, prompt)
     check_positions_left(model, prompt, mask, max_new_tokens)
-    draws = Draws(
-        Greedy() if choose is None else choose, RowStreams(len(prompt), seed), checked_stop_tokens(stop_tokens)
-    )
+    choose = Greedy() if choose is None else choose
+    require_instance("choose", choose, NextTokenRule)
+    draws = Draws(choose, RowStreams(len(prompt), seed), checked_stop_tokens(stop_tokens))
     cache = DepthCache(max_tokens=prompt.shape[1] + max_new_tokens - 1)
     rows = Rows.sorted_by_depth(prompt, mask, [num_steps] * len(prompt))
     return _continue(Speculator(model, cache, draws, num_steps, draft_steps), rows, max_new_tokens, draft_tokens)

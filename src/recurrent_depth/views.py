@@ -93,17 +93,24 @@ class StepViews(Sequence):
         if isinstance(self.taken, Tensor):
             merged = self._merged_by_token(old, new, self.taken, key.layer)
         else:
-            merged = self.policy.merge(old, new, self.taken, key.layer)
+            merged = self._checked(self.policy.merge(old, new, self.taken, key.layer), new)
             if merged is new and key == self.read(key.layer) and turn.span.in_place and key not in turn.aside:
                 turn.standing.add(key)  # the buffer is about to show just that
                 return
         turn.keep(key, before, merged, self.rows, changed=merged is not old)
 
+    def _checked(self, merged: object, new: KeysValues) -> KeysValues:
+        if isinstance(merged, KeysValues) and [x.shape for x in merged] == [x.shape for x in new]:
+            return merged
+        got = [tuple(x.shape) for x in merged] if isinstance(merged, KeysValues) else type(merged).__name__
+        name, wanted = type(self.policy).__name__, [tuple(x.shape) for x in new]
+        raise ValueError(f"merge of {name} must return KeysValues of the shapes {wanted}, like those given; got {got}.")
+
     def _merged_by_token(self, old: KeysValues | None, new: KeysValues, taken: Tensor, layer: int) -> KeysValues:
         """Of tokens that were never picked before, the new; of those that are not picked now, the old."""
         # Counts as fine as what is merged by them: 1 over a tensor of integers would be float32 in a double model.
         counts = taken.to(torch.promote_types(new.keys.dtype, torch.float32))
-        merged = self.policy.merge(old, new, counts, layer)
+        merged = self._checked(self.policy.merge(old, new, counts, layer), new)
         if old is not None:
             merged = KeysValues(*(torch.where(taken == 0, x, y) for x, y in zip(new, merged, strict=True)))
         if self.picked is None:
@@ -116,8 +123,12 @@ class StepViews(Sequence):
         copy, turn = self.policy.reads(self.step), self.turn
         if self.part != "core" or (self.picked is None and not turn.valid):
             return None
-        num_rows = turn.shape[0] if self.rows is None else torch.arange(turn.shape[0])[self.rows].numel()
-        now = torch.ones(num_rows, turn.shape[1], dtype=torch.bool) if self.picked is None else self.picked
+        now = self.picked
+        if now is None:
+            device = next(iter(turn.valid.values())).device
+            now = torch.ones(turn.shape, dtype=torch.bool, device=device)[
+                slice(None) if self.rows is None else self.rows
+            ]
         return turn.span.show(turn.valid_of(copy, now.device), self.rows, now[:, None, :, None])[:, 0, :, 0]
 
     def _spread(self, x: Tensor) -> Tensor:

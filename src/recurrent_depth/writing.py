@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from recurrent_depth.checks import checked_padding
-from recurrent_depth.choice import TokenChoice, check_logits
+from recurrent_depth.choice import NextTokenRule, check_logits
 from recurrent_depth.depth import require_whole
 from recurrent_depth.draw import RowStreams
 from recurrent_depth.model import RecurrentTransformer
@@ -22,14 +22,18 @@ class Draws(NamedTuple):
         stop_tokens: end a row.
     """
 
-    choose: TokenChoice
+    choose: NextTokenRule
     streams: RowStreams
     stop_tokens: frozenset[int]
 
     def next(self, logits: Tensor, rows: "Rows") -> Tensor:
         """The next token of each row."""
         check_logits(logits, rows.numbers)
-        return self.choose.choose(logits, rows.seen, rows.mask, lambda: self.streams.uniforms(rows.numbers))
+        new = self.choose.choose(logits, rows.seen, rows.mask, lambda: self.streams.uniforms(rows.numbers))
+        if new.shape != logits.shape[:1] or new.is_floating_point():
+            name, got = type(self.choose).__name__, f"{tuple(new.shape)} of {new.dtype}"
+            raise ValueError(f"choose of {name} must return one token id per row, {len(logits)} in all; got {got}.")
+        return new
 
 
 class Rows(NamedTuple):
@@ -86,10 +90,12 @@ def check_positions_left(model: RecurrentTransformer, prompt: Tensor, mask: Tens
     """Raises a ValueError where prompt and continuation need more positions than the model has learned."""
     longest = prompt.shape[1] if mask is None else int(mask.sum(1).max())
     learned = model.embed.num_positions
+    if learned is not None and longest > learned:
+        raise ValueError(f"The prompt has {longest} tokens, but the model learned {learned} positions.")
     if learned is not None and longest + max_new - 1 > learned:
         raise ValueError(
             f"A prompt of {longest} tokens and max_new_tokens={max_new} need {longest + max_new - 1} positions, but "
-            f"the model learned {learned}; ask for {max(learned - longest + 1, 0)} at most."
+            f"the model learned {learned}; ask for {learned - longest + 1} at most."
         )
 
 

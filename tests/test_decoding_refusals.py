@@ -1,0 +1,180 @@
+"""What decoding refuses of parts: those of the wrong kind, and a user's own that answer wrongly."""
+
+import jaxtyping
+import pytest
+import torch
+from battery import lively, tiny
+
+import recurrent_depth as rd
+
+X = torch.randint(23, (2, 6), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def as_a_user_runs_it(monkeypatch):
+    # The tests' type-checking hook would refuse some of this first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def model() -> rd.RecurrentTransformer:
+    return lively(tiny()).eval()
+
+
+def filled(policy=None) -> tuple[rd.RecurrentTransformer, rd.DepthCache]:
+    made, cache = model(), rd.DepthCache(policy)
+    with torch.no_grad():
+        rd.extend(made, X[:, :4], cache)
+    return made, cache
+
+
+@pytest.mark.parametrize(
+    "argument, given, message",
+    [
+        ("kv", "mean", "policy is 'mean', but must be a KVStepPolicy"),
+        ("kv", rd.KeepMean, r"policy is the class KeepMean.*give an instance, such as KeepMean\(...\)"),
+        ("exit", 2, "exit is 2, but must be an ExitRule"),
+        ("exit", rd.GateClosed, "exit is the class GateClosed"),
+        ("choose", 0.7, "choose is 0.7, but must be a NextTokenRule"),
+    ],
+)
+def test_parts_of_another_kind_are_refused_by_the_call_itself(argument, given, message):
+    for call in (rd.generate, rd.stream):
+        with pytest.raises(ValueError, match=message):
+            call(model(), X, max_new_tokens=3, **{argument: given})
+
+
+def test_a_module_that_is_no_model_and_a_cache_that_is_none_are_refused():
+    made = model()
+    for call in (rd.generate, rd.stream):
+        with pytest.raises(ValueError, match="model is of RecurrentCore, but must be a RecurrentTransformer"):
+            call(made.core, X, max_new_tokens=3)
+    with pytest.raises(ValueError, match="model is of RecurrentCore, but must be a RecurrentTransformer"):
+        rd.compile_decoding(made.core)
+    with pytest.raises(ValueError, match="cache is None, but must be a DepthCache"):
+        rd.extend(made, X, None)
+    with pytest.raises(ValueError, match="policy is 128, but must be a KVStepPolicy"):
+        rd.DepthCache(128)
+    with pytest.raises(ValueError, match="rule is None, but must be an ExitRule"):
+        rd.AtLeast(2, None)
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True])
+def test_logits_to_keep_are_at_least_one(keep):
+    made = model()
+    with pytest.raises(ValueError, match=r"logits_to_keep is .*at least 1"):
+        made(X, logits_to_keep=keep)
+    with pytest.raises(ValueError, match=r"logits_to_keep is .*at least 1"):
+        rd.extend(made, X, rd.DepthCache(), logits_to_keep=keep)
+
+
+def test_a_mask_that_contradicts_the_past_is_refused_and_the_cache_stays():
+    made, cache = filled()
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    with torch.no_grad():
+        expected = rd.extend(made, X[:, 4:5], filled()[1], mask=mask)
+        mask[0, :2] = False
+        with pytest.raises(ValueError, match="something else of the 4 tokens in the cache"):
+            rd.extend(made, X[:, 4:5], cache, mask=mask)
+        assert cache.length == 4
+        assert rd.extend(made, X[:, 4:5], cache).shape == expected.shape
+
+
+class Answering(rd.ExitRule):
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def hazard(self, carry, state, readout, step):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    "answer, got",
+    [
+        ((None, torch.tensor([1.0, 0.0])), r"got \(2,\) of torch.float32"),
+        ((None, torch.ones(2, 1, dtype=torch.bool)), r"got \(2, 1\) of torch.bool"),
+        ((None, 1.0), "got float"),
+        (torch.ones(2, 1), r"Tensor in place of \(carry, hazard\)"),
+    ],
+)
+def test_hazards_of_another_shape_are_refused_since_rows_would_decide_for_each_other(answer, got):
+    made, cache = filled()
+    with torch.no_grad(), pytest.raises(ValueError, match=f"hazard of Answering must return.*{got}"):
+        rd.extend_until(made, X[:, 4:5], cache, Answering(answer))
+    assert cache.length == 4
+
+
+class Merging(rd.OneCopy):
+    def __init__(self, merged):
+        super().__init__()
+        self.merged = merged
+
+    def merge(self, old, new, step, layer):
+        return self.merged(new)
+
+
+@pytest.mark.parametrize(
+    "merged, got", [(lambda new: None, "NoneType"), (lambda new: rd.KeysValues(*(x[:, :1] for x in new)), "1, 4, 8")]
+)
+def test_what_a_policy_merges_has_the_shape_that_it_was_given(merged, got):
+    with torch.no_grad(), pytest.raises(ValueError, match=f"merge of Merging must return KeysValues.*{got}"):
+        rd.extend(model(), X[:, :4], rd.DepthCache(Merging(merged)))
+
+
+@pytest.mark.parametrize("heads, size", [(1, 8), (2, 4)])
+def test_a_blend_for_other_heads_is_refused(heads, size):
+    blend = rd.KeepBlend(num_layers=2, num_steps=3, num_kv_heads=heads, head_size=size)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"num_kv_heads={heads} and head_size={size}.*2 heads of 8"):
+        rd.extend(model(), X, rd.DepthCache(blend))
+
+
+class Halves(rd.NextTokenRule):
+    def probabilities(self, logits, seen, seen_mask=None):
+        return logits.softmax(-1)
+
+    def choose(self, logits, seen, seen_mask, uniforms):
+        return logits.amax(-1)
+
+
+class Tempered(rd.NextTokenRule):
+    def probabilities(self, logits, seen, seen_mask=None):
+        return (logits / 2).softmax(-1)
+
+
+def test_tokens_that_are_no_ids_are_refused():
+    with pytest.raises(ValueError, match="choose of Halves must return one token id per row"):
+        rd.generate(model(), X, max_new_tokens=2, choose=Halves())
+
+
+def test_a_rule_of_ones_own_needs_a_distribution_and_no_more():
+    made = model()
+    found = rd.generate(made, X, max_new_tokens=5, choose=Tempered(), seed=1)
+    assert torch.equal(found, rd.generate(made, X, max_new_tokens=5, choose=rd.Sampling(temperature=2.0), seed=1))
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([0, 1], r"rows is \[0, 1\], but must be a tensor"),
+        (torch.tensor([2]), "rows 0 to 1"),
+        (torch.tensor([], dtype=torch.long), "rows is \\[\\]"),
+    ],
+)
+def test_rows_that_cannot_be_chosen(rows, message):
+    _, cache = filled()
+    with pytest.raises(ValueError, match=message):
+        cache.select(rows)
+    with pytest.raises(ValueError, match="the cache is empty"):
+        rd.DepthCache().select(torch.tensor([0]))
+    cache.select(torch.tensor([1, 0], dtype=torch.uint8))
+    assert cache.batch == 2
+
+
+def test_a_model_in_training_mode_drafts_nothing():
+    with pytest.raises(ValueError, match="training mode"):
+        rd.speculate(model().train(), X, max_new_tokens=3, draft_steps=1)
+
+
+def test_a_prompt_longer_than_the_learned_positions_says_so():
+    with pytest.raises(ValueError, match="The prompt has 20 tokens, but the model learned 16 positions"):
+        rd.generate(model(), torch.zeros(1, 20, dtype=torch.long), max_new_tokens=1)
