@@ -39,7 +39,6 @@ class Halting(NamedTuple):
         weight: that of the last state, 0 where the token halted before.
         mass: the sum of the halting probabilities; 1 once the token has halted.
         num_updates: steps that the token took, `N`.
-        remainder: what the mass lacked to 1 before the last of them, `R`.
     """
 
     inner: Tree
@@ -47,22 +46,14 @@ class Halting(NamedTuple):
     weight: Float[Tensor, "batch token"]
     mass: Float[Tensor, "batch token"]
     num_updates: Float[Tensor, "batch token"]
-    remainder: Float[Tensor, "batch token"]
-
-    @property
-    def ponder(self) -> Float[Tensor, "batch token"]:
-        """`N + R`; its gradient flows through the remainder alone."""
-        return self.num_updates + self.remainder
 
     def next(self, p: Float[Tensor, "batch token"], epsilon: float) -> tuple["Halting", Bool[Tensor, "batch token"]]:
         """One step further with these halting probabilities, and which tokens take the step."""
         running = self.mass < 1
         halts = running & (self.mass + p > 1 - epsilon)
-        remainder = torch.where(running, 1 - self.mass, self.remainder)
-        weight = torch.where(halts, remainder, p * running)
+        weight = torch.where(halts, 1 - self.mass, p * running)
         mass = torch.where(halts, 1.0, self.mass + weight)
-        num_updates = self.num_updates + running
-        return self._replace(weight=weight, mass=mass, num_updates=num_updates, remainder=remainder), running
+        return self._replace(weight=weight, mass=mass, num_updates=self.num_updates + running), running
 
 
 class HaltingUpdate(DepthUpdate):
@@ -116,9 +107,9 @@ class HaltingUpdate(DepthUpdate):
         mixture = torch.zeros_like(at_least_float32(inner.h))
         # Three tensors, not one under three names.
         weight, mass, num_updates = (torch.zeros_like(inner.write) for _ in range(3))
-        carry = Halting(inner.carry, mixture, weight, mass, num_updates, remainder=torch.ones_like(inner.write))
-        # Before the first step N + R is 1; each step adds how much it grows.
-        losses = add_losses(inner.losses, {"ponder": self.ponder * (carry.ponder * context.share).sum()})
+        carry = Halting(inner.carry, mixture, weight, mass, num_updates)
+        # Before the first step N + R is 0 + 1, all of the mass.
+        losses = add_losses(inner.losses, {"ponder": self.ponder * context.share.sum()})
         return initial_state(inner.h, context, carry)._replace(write=inner.write, losses=losses)
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
@@ -131,7 +122,8 @@ class HaltingUpdate(DepthUpdate):
         carry = carry._replace(inner=inner, mixture=self._mixed(before, state.h, before.weight))
         # Picked tokens may be padded with others' double.
         share = context.share if blocks.valid is None else context.share * blocks.valid
-        grown = ((carry.ponder - before.ponder) * share).sum()
+        # A step adds 1 to N, and takes from R what the step before weighed.
+        grown = (running * (1 - before.weight) * share).sum()
         losses = add_losses(after.losses, {"ponder": self.ponder * grown})
         return after._replace(h=h, write=write, context=context, carry=carry, losses=losses)
 

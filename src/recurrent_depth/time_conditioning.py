@@ -102,7 +102,7 @@ class TimeConditionedUpdate(DepthUpdate):
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """A step of the update within, whose blocks know the time."""
         context, clock = state.context
-        now, then = clock[:1, :1, step], clock[:1, :1, step + 1]
+        now, then = (clock[:1, :1].select(2, at) for at in (step, step + 1))
         condition = self.time(now) + self.length(then - now)
         after = self.inner(state._replace(context=context), blocks.conditioned(condition), step)
         return after._replace(context=state.context)
