@@ -474,17 +474,22 @@ def test_more_steps_than_corrections_are_refused_and_never_taken_in_turn():
             model(X, [1, 4])
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: rrt(rank=-1), "rank is -1"),
-    (lambda: rd.RelaxedStack(rd.Stack([Mixing()]), 0, rank=1), "num_steps is 0"),
-    (lambda: rrt(rd.Layout(0, 1, 1, 0), skip_first=True), "skip_first"),
-    (lambda: rd.RelaxedStack(rrt().core.stack, 3, rank=1), "already"),
-    (lambda: rd.relax(dense(), 4, rank=1), "num_steps is 4, but must divide the number of blocks, 6"),
-    (lambda: rd.relax(rrt(), 3, rank=1), "dense takes 3 steps"),
-    (lambda: rd.relax(dense(), 3, rank=-2), "rank is -2"),
-    (lambda: rd.relax(uneven(), 2, rank=1, start=rd.lower_start), "must be alike"),
-    (lambda: rrt().core.stack.corrections.fit(nn.Identity(), []), "one for each of 3 steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: rrt(rank=-1), "rank is -1"),
+        (lambda: rd.RelaxedStack(rd.Stack([Mixing()]), 0, rank=1), "num_steps is 0"),
+        (lambda: rrt(rd.Layout(0, 1, 1, 0), skip_first=True), "skip_first"),
+        (lambda: rd.RelaxedStack(rrt().core.stack, 3, rank=1), "already"),
+        (lambda: rd.StepCorrections(nn.Linear(2, 2), 2, rank=1), "module is a Linear"),
+        (lambda: rd.StepCorrections(nn.LayerNorm(2), 2, rank=1), "module is a LayerNorm, but must contain linear"),
+        (lambda: rd.relax(dense(), 4, rank=1), "num_steps is 4, but must divide the number of blocks, 6"),
+        (lambda: rd.relax(rrt(), 3, rank=1), "dense takes 3 steps"),
+        (lambda: rd.relax(dense(), 3, rank=-2), "rank is -2"),
+        (lambda: rd.relax(uneven(), 2, rank=1, start=rd.lower_start), "must be alike"),
+        (lambda: rrt().core.stack.corrections.fit(nn.Identity(), []), "one for each of 3 steps"),
+    ],
+)
 def test_bad_input_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -31,8 +31,9 @@ class StepCorrections(nn.Module):
         vectors: the module's vectors, such as biases and the scales of norms, get an offset per step too.
 
     Raises:
-        ValueError: if `num_steps` is below 1 or `rank` below 0, if `skip_first` leaves no step, or if a layer is
-            corrected already; in a call, if the step has no correction. They are never used in turn.
+        ValueError: if `num_steps` is below 1 or `rank` below 0, if `skip_first` leaves no step, if there is no
+            linear layer inside, or one is corrected already; in a call, if the step has no correction. They are never
+            used in turn.
 
     Reference: Bae et al., 2024, arXiv 2410.20672; the vectors' offsets are ours.
     """
@@ -46,7 +47,7 @@ class StepCorrections(nn.Module):
         if self.num_steps == self.first:
             raise ValueError("num_steps is 1 and skip_first leaves the first step bare: there is none to correct.")
         num_corrected = self.num_steps - self.first
-        layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and rank > 0}
+        layers = _linear_layers(module) if rank > 0 else {}
         for name, layer in layers.items():
             make_correctable(name, layer)
         self.layers = {name: LowRank(layer, num_corrected, rank) for name, layer in layers.items()}
@@ -135,6 +136,13 @@ class RelaxedStack(nn.Module):
         # Before they are summed, a layer's output and its correction are alive beside what the stack itself holds.
         live = tuple(moment.plus(Moment(numbers=self.corrections.widest())) for moment in tied.live)
         return tied._replace(live=live).plus(self.corrections.cost())
+
+
+def _linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
+    found = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    if not found or "" in found:  # the module itself has the empty name
+        raise ValueError(f"module is a {type(module).__name__}, but must contain linear layers (nn.Linear).")
+    return found
 
 
 def _plant(root: nn.Module, parts: Mapping[str, nn.Module]) -> None:
