@@ -305,8 +305,12 @@ def test_the_unit_is_as_fine_in_half_precision():
 # Compositions
 
 
-def test_a_gated_loop_whose_tokens_halt_trains():
-    model = tiny(update=partial(rd.halted, inner=partial(rd.gated, bias=0.0), bias=-1.0))
+halting_gate = partial(rd.grt, update=partial(rd.halted, inner=partial(rd.gated, bias=0.0), bias=-1.0))
+
+
+@pytest.mark.parametrize("build", [halting_gate, rd.universal], ids=["gated", "universal"])
+def test_a_loop_whose_tokens_halt_trains(build):
+    model = tiny(build)
     x = torch.randint(23, (4, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []

@@ -23,9 +23,12 @@ LAYOUT = rd.Layout(1, 1, 12, 1)
 X = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(0))
 LOOPS = [
     *("grt", "grt-llama", "grt-joint-norm", "grt-noise-per-token", "naive", "anchor-added"),
-    *("universal", "halting-gate", "mesh", "loopformer", "huginn", "ouro", "parcae"),
+    *("huginn", "ouro", "parcae"),
 ]
-NUMBERED = ["rrt", "rrt-gated", "embedding-per-step"]  # these read which step it is
+NUMBERED = [  # these read which step it is
+    *("rrt", "rrt-gated", "embedding-per-step"),
+    *("universal", "halting-gate", "mesh", "loopformer"),
+]
 every_loop = pytest.mark.parametrize("build", [METHODS[name] for name in LOOPS], ids=LOOPS)
 numbered = pytest.mark.parametrize("build", [METHODS[name] for name in NUMBERED], ids=NUMBERED)
 
