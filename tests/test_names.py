@@ -110,6 +110,12 @@ GOLDEN = {
             POSITIONED,
         ],
     ),
+    "mor": (rd.mor, [*around(GPT2_BLOCK), "core.update.router.choose.scores.weight", POSITIONED]),
+    "mor, token choice": (
+        partial(rd.mor, router=rd.token_choice),
+        [*around(GPT2_BLOCK), "core.update.router.scores.weight", POSITIONED],
+    ),
+    "mod": (rd.mod, [*around(GPT2_BLOCK), "core.update.router.choose.scores.weight", POSITIONED]),
     "rrt": (partial(rd.rrt, rank=4), [*around(GPT2_BLOCK), FACTORS, POSITIONED]),
     "embedding per step": (partial(rd.ple, size=8), [*around(GPT2_BLOCK), STEP_EMBEDDING, POSITIONED]),
     "mesh": (rd.mesh, [*around(GPT2_BLOCK), SLOTS, POSITIONED]),

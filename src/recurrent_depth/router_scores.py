@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.depth import require_whole
-from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.numerics import at_least_float32, without_autocast
 
 
 class RouterScores(nn.Module, abc.ABC):
@@ -61,7 +61,7 @@ class LinearScores(RouterScores):
 
     def forward(self, h: Float[Tensor, "batch token dim"], router: int) -> Float[Tensor, "batch token out"]:
         """What a router says."""
-        with torch.autocast(h.device.type, enabled=False):
+        with without_autocast(h.device):
             return _linear(at_least_float32(h) / self.temperature, self.weight[router])
 
     def cost(self) -> int:
@@ -111,7 +111,7 @@ class MLPScores(RouterScores):
 
     def forward(self, h: Float[Tensor, "batch token dim"], router: int) -> Float[Tensor, "batch token out"]:
         """What a router says."""
-        with torch.autocast(h.device.type, enabled=False):
+        with without_autocast(h.device):
             hidden = F.gelu(_linear(at_least_float32(h) / self.temperature, self.up[router]))
             return _linear(hidden, self.out[router])
 
