@@ -237,7 +237,7 @@ def test_the_ponder_cost_leaves_out_the_padding_of_picks():
     pick = rd.Pick(torch.tensor([[0, 1, 2]]), torch.tensor([[True, True, False]]))
     update = Routed(rd.ReplaceState(rd.KeepState()), Scripted([0.25, 1.0]), rd.KeepState(), ponder=1.0)
     last = run(rd.RecurrentCore([Counting()], update), x, 3)[-1]
-    assert last.losses["ponder"].item() == pytest.approx((2.75 + 2.75 + 1) / 3)
+    assert last.losses["ponder"].item() == pytest.approx((2.75 + 2.75) / 3)
 
 
 def test_the_gradient_of_the_ponder_cost_flows_through_the_remainder_alone():

@@ -105,11 +105,12 @@ class HaltingUpdate(DepthUpdate):
         inner = self.inner.begin(anchor, call)
         context = HaltingContext(inner.context, self.sees.begin(anchor, call), _share(inner.write, call))
         mixture = torch.zeros_like(at_least_float32(inner.h))
-        # Three tensors, not one under three names.
-        weight, mass, num_updates = (torch.zeros_like(inner.write) for _ in range(3))
+        # The first weight is zero, but made of the state: its gradient is zero too, and a compiled step finds at once
+        # what asks for gradients later.
+        weight = at_least_float32(inner.h[..., 0]).masked_fill(torch.ones_like(context.share, dtype=torch.bool), 0.0)
+        mass, num_updates = (torch.zeros_like(inner.write) for _ in range(2))
         carry = Halting(inner.carry, mixture, weight, mass, num_updates)
-        # Before the first step N + R is 0 + 1, all of the mass.
-        losses = add_losses(inner.losses, {"ponder": self.ponder * context.share.sum()})
+        losses = add_losses(inner.losses, {"ponder": torch.zeros_like(inner.write[:1, :1]).sum()})
         return initial_state(inner.h, context, carry)._replace(write=inner.write, losses=losses)
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
@@ -122,8 +123,8 @@ class HaltingUpdate(DepthUpdate):
         carry = carry._replace(inner=inner, mixture=self._mixed(before, state.h, before.weight))
         # Picked tokens may be padded with others' double.
         share = context.share if blocks.valid is None else context.share * blocks.valid
-        # A step adds 1 to N, and takes from R what the step before weighed.
-        grown = (running * (1 - before.weight) * share).sum()
+        # A step adds 1 to N, and takes from R what the step before weighed; a token's first one brings all of the mass.
+        grown = (running * (1 - before.weight + (before.num_updates == 0)) * share).sum()
         losses = add_losses(after.losses, {"ponder": self.ponder * grown})
         return after._replace(h=h, write=write, context=context, carry=carry, losses=losses)
 
