@@ -235,6 +235,14 @@ def test_padding_is_never_picked():
 
 
 @every_routed
+@pytest.mark.parametrize("training", [True, False])
+def test_a_complete_mask_that_all_rows_share_is_that_mask_for_each(build, training):
+    model, x = model_of(partial(build, **quiet(build))).train(training), some_tokens(3, 6)
+    mask = torch.ones(1, 6, 6, dtype=torch.bool).tril()
+    assert_close(model(x, mask=mask), model(x))
+
+
+@every_routed
 def test_the_losses_of_a_router_leave_the_model_without_gradient(build):
     model, x = model_of(build), some_tokens()
     losses = model.trajectory(x).losses

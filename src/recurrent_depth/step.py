@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from recurrent_depth.attention import causal_mask
@@ -60,7 +60,7 @@ class StepBlocks:
             return self.stack(x, at._replace(condition=condition, notes=self.notes), self.step, views)
         notes = _pick_notes(self.notes, self.pick)
         views = None if self.kv is None else self.kv(pick=self.pick)
-        at, pick = _at_rows(self.at, self.pick.rows), self.pick.within_rows()
+        at, pick = _at_rows(self.at, self.pick), self.pick.within_rows()
         at = pick_at(at, pick) if views is None else pick_cached(at, pick, views[0].valid)
         out = self.stack(x, at._replace(condition=condition, notes=notes), self.step, views)
         _return_notes(notes, self.notes, self.pick, self.at)
@@ -90,8 +90,11 @@ def map_rows_of_at(change: Callable[[Tensor], Tensor], at: At) -> At:
     return at._replace(positions=positions, mask=map_tensors(change, at.mask), valid=map_tensors(change, at.valid))
 
 
-def _at_rows(at: At, rows: Int[Tensor, " row"] | None) -> At:
-    return at if rows is None else map_rows_of_at(lambda leaf: leaf[rows], at)
+def _at_rows(at: At, pick: Pick) -> At:
+    """`at` for the rows that a pick has, each with a mask of its own."""
+    if at.mask is not None and at.mask.shape[0] == 1:
+        at = at._replace(mask=at.mask.expand(pick.batch or len(pick.index), *at.mask.shape[1:]))
+    return at if pick.rows is None else map_rows_of_at(lambda leaf: leaf[pick.rows], at)
 
 
 def pick_at(at: At, pick: Pick) -> At:
