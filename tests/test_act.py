@@ -313,7 +313,7 @@ def test_a_loop_whose_tokens_halt_trains(build):
     model = tiny(build)
     x = torch.randint(23, (4, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
+    losses, found = [], {}
     for _ in range(40):
         loss = rd.WithObjective(model)(x)
         loss.backward()

@@ -150,6 +150,7 @@ def test_the_loop_starts_as_the_identity():
 def test_gradients_reach_the_gates_at_once_and_all_else_once_these_have_moved():
     model, x = tiny(rd.loopformer), torch.randint(23, (2, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = {}
     for _ in range(3):
         rd.WithConsistency(model)(x, 2).backward()
         found = {name: weight.grad.clone() for name, weight in model.named_parameters()}

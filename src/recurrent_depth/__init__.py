@@ -73,7 +73,7 @@ from recurrent_depth.residual import (
     ResidualProjection,
     ResidualSandwich,
 )
-from recurrent_depth.routed_builders import every_other, expert_choice, mod, mor, token_choice
+from recurrent_depth.routed_relatives import every_other, expert_choice, mod, mor, token_choice
 from recurrent_depth.router import Router, RouterState, Routing
 from recurrent_depth.router_scores import LinearScores, MLPScores, RouterScores
 from recurrent_depth.router_weights import (
