@@ -32,7 +32,7 @@ class Arguments:
     data: Path | None = None
     """The text it was trained on; by default Python's standard library."""
     out: Path = Path("runs/kv-policies")
-    """Where table, plot and fitted blend go."""
+    """Where table, plot and the losses by position go."""
     windows: int = 32
     """Held-out windows per loss."""
     stretch: int = 4
@@ -139,10 +139,10 @@ def main(arguments: Arguments) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     copies = {name: policy.num_copies(model.num_steps) for name, policy in compared.items()}
     written = table(by_depth, copies, unit)
-    (arguments.out / "table.md").write_text(written + "\n")
+    (arguments.out / "kv-policies.md").write_text(written + "\n")
     figures = {name: [round(float(x), 4) for x in found] for name, found in by_position.items()}
-    (arguments.out / "by-position.json").write_text(json.dumps(figures))
-    draw(by_position, trained, unit, arguments.out / "by-position.png")
+    (arguments.out / "kv-policies.json").write_text(json.dumps(figures))
+    draw(by_position, trained, unit, arguments.out / "kv-policies.png")
     print(f"\n{written}\n\nTable and plot: {arguments.out}")
 
 

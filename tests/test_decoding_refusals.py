@@ -58,6 +58,14 @@ def test_a_module_that_is_no_model_and_a_cache_that_is_none_are_refused():
         rd.AtLeast(2, None)
 
 
+def test_a_cache_in_place_of_its_views_is_refused_with_what_to_call():
+    for cache in (rd.DepthCache(), object(), [None]):
+        with pytest.raises(
+            ValueError, match=r"kv is of \w+, but must be ModelKeyValues.*extend\(model, tokens, cache\)"
+        ):
+            model()(X, kv=cache, positions=torch.arange(6)[None])
+
+
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True])
 def test_logits_to_keep_are_at_least_one(keep):
     made = model()

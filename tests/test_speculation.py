@@ -17,7 +17,7 @@ from torch import Tensor
 from user_parts import LateBlocks, Momentum, Recorded, Remembering
 
 import recurrent_depth as rd
-from recurrent_depth import speculation
+from recurrent_depth import writing
 from recurrent_depth.drafting import num_accepted, remainder
 from recurrent_depth.draw import draw
 from recurrent_depth.speculation import speculate
@@ -289,7 +289,7 @@ def test_random_text_follows_the_distribution_of_full_depth_exactly(monkeypatch,
     # What remains of a refused draft are halves or thirds.
     grid = list(itertools.product([0.6], midpoints(3), midpoints(2), midpoints(6), midpoints(3)))
     for numbers in grid:
-        monkeypatch.setattr(speculation, "RowStreams", lambda *_, numbers=numbers: Scripted(numbers))
+        monkeypatch.setattr(writing, "RowStreams", lambda *_, numbers=numbers: Scripted(numbers))
         done = speculate(model, prompt, max_new_tokens=3, draft_steps=1, draft_tokens=1, choose=Ranked())
         found[tuple(done.tokens[0, 2:].tolist())] += 1
         rates[done.acceptance_rate] += 1

@@ -8,15 +8,13 @@ from torch import Tensor
 
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.cached_forward import open_forward
-from recurrent_depth.checks import checked_tokens
-from recurrent_depth.choice import Greedy, NextTokenRule
+from recurrent_depth.choice import NextTokenRule
 from recurrent_depth.decoding import logits_until
-from recurrent_depth.depth import as_depth, require_instance, require_whole
-from recurrent_depth.draw import RowStreams
+from recurrent_depth.depth import as_depth, require_instance
 from recurrent_depth.exits import ExitRule
 from recurrent_depth.kv_policy import KVStepPolicy
 from recurrent_depth.model import RecurrentTransformer
-from recurrent_depth.writing import Draws, Rows, check_positions_left, checked_prompt_mask, checked_stop_tokens
+from recurrent_depth.writing import Draws, Rows, checked_request, draws_of
 
 
 def generate(
@@ -92,21 +90,15 @@ def stream(
 
     Errors in the arguments are raised by the call itself, not by the first token.
     """
-    require_instance("model", model, RecurrentTransformer)
-    require_whole("max_new_tokens", max_new_tokens, at_least=1)
-    prompt = checked_tokens(prompt, model.embed.token.num_embeddings)
-    mask = checked_prompt_mask(mask, prompt)
-    check_positions_left(model, prompt, mask, max_new_tokens)
+    prompt, mask = checked_request(model, prompt, mask, max_new_tokens)
     depth = as_depth(model.num_steps if num_steps is None else num_steps, batch=len(prompt))
     depths = [depth.num_steps] * len(prompt) if depth.rows is None else list(depth.rows)
     if exit is not None and len(set(depths)) > 1:
         raise ValueError(f"num_steps is {num_steps!r}, but must be one number for all rows where an exit rule decides.")
     if exit is not None:
         require_instance("exit", exit, ExitRule)
-    choose = Greedy() if choose is None else choose
-    require_instance("choose", choose, NextTokenRule)
     cache = DepthCache(kv, max_tokens=prompt.shape[1] + max_new_tokens - 1)
-    draws = Draws(choose, RowStreams(len(prompt), seed), checked_stop_tokens(stop_tokens))
+    draws = draws_of(choose, len(prompt), stop_tokens, seed)
     return _stream(model, cache, Rows.sorted_by_depth(prompt, mask, depths), draws, exit, max_new_tokens)
 
 

@@ -143,6 +143,11 @@ class RecurrentTransformer(nn.Module):
         kv: ModelKeyValues | None = None,
     ) -> Begun:
         """Runs what stands before the loop; arguments and errors are those of `forward`."""
+        if kv is not None and not isinstance(kv, ModelKeyValues):
+            raise ValueError(
+                f"kv is of {type(kv).__name__}, but must be ModelKeyValues, the views of a cache; with a DepthCache "
+                "call extend(model, tokens, cache)."
+            )
         tokens = checked_tokens(tokens, self.embed.token.num_embeddings)
         check_positions(positions, *tokens.shape)
         depth = self._depth(num_steps, batch=tokens.shape[0])

@@ -9,14 +9,12 @@ from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from recurrent_depth.cache import DepthCache
-from recurrent_depth.checks import checked_tokens
-from recurrent_depth.choice import Greedy, NextTokenRule
+from recurrent_depth.choice import NextTokenRule
 from recurrent_depth.decoding import extend
-from recurrent_depth.depth import require_instance, require_whole
+from recurrent_depth.depth import require_whole
 from recurrent_depth.drafting import Speculator
-from recurrent_depth.draw import RowStreams
 from recurrent_depth.model import RecurrentTransformer
-from recurrent_depth.writing import Draws, Rows, check_positions_left, checked_prompt_mask, checked_stop_tokens
+from recurrent_depth.writing import Rows, checked_request, draws_of
 
 
 class Speculation(NamedTuple):
@@ -83,20 +81,14 @@ def speculate(
     References: Leviathan et al., 2023, arXiv 2211.17192 (accepting drafts); Elhoushi et al., 2024, arXiv 2404.16710
     (drafts of a model's own first layers).
     """
-    require_instance("model", model, RecurrentTransformer)
+    prompt, mask = checked_request(model, prompt, mask, max_new_tokens)
     if model.training:
         raise ValueError("The model is in training mode, where steps may draw noise: call model.eval() first.")
-    require_whole("max_new_tokens", max_new_tokens, at_least=1)
     require_whole("draft_tokens", draft_tokens, at_least=1)
     num_steps = require_whole("num_steps", model.num_steps if num_steps is None else num_steps, at_least=1)
     if require_whole("draft_steps", draft_steps, at_least=1) >= num_steps:
         raise ValueError(f"draft_steps is {draft_steps}, but must be fewer than the {num_steps} steps that verify.")
-    prompt = checked_tokens(prompt, model.embed.token.num_embeddings)
-    mask = checked_prompt_mask(mask, prompt)
-    check_positions_left(model, prompt, mask, max_new_tokens)
-    choose = Greedy() if choose is None else choose
-    require_instance("choose", choose, NextTokenRule)
-    draws = Draws(choose, RowStreams(len(prompt), seed), checked_stop_tokens(stop_tokens))
+    draws = draws_of(choose, len(prompt), stop_tokens, seed)
     cache = DepthCache(max_tokens=prompt.shape[1] + max_new_tokens - 1)
     rows = Rows.sorted_by_depth(prompt, mask, [num_steps] * len(prompt))
     return _continue(Speculator(model, cache, draws, num_steps, draft_steps), rows, max_new_tokens, draft_tokens)

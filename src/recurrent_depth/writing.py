@@ -1,14 +1,15 @@
 """The rows of text that decoding writes, how their next tokens are chosen, and what a prompt must be."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from recurrent_depth.checks import checked_padding
-from recurrent_depth.choice import NextTokenRule, check_logits
-from recurrent_depth.depth import require_whole
+from recurrent_depth.checks import checked_padding, checked_tokens
+from recurrent_depth.choice import Greedy, NextTokenRule, check_logits
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.draw import RowStreams
 from recurrent_depth.model import RecurrentTransformer
 
@@ -71,6 +72,29 @@ class Rows(NamedTuple):
     def num_steps(self) -> int | list[int]:
         """The depth as a forward takes it."""
         return self.depths[0] if len(set(self.depths)) == 1 else self.depths
+
+
+def checked_request(
+    model: RecurrentTransformer, prompt: Tensor, mask: Tensor | None, max_new_tokens: int
+) -> tuple[Tensor, Tensor | None]:
+    """The prompt and its mask, where they can be continued by so many tokens.
+
+    Raises:
+        ValueError: for what `generate` refuses of these four.
+    """
+    require_instance("model", model, RecurrentTransformer)
+    require_whole("max_new_tokens", max_new_tokens, at_least=1)
+    prompt = checked_tokens(prompt, model.embed.token.num_embeddings)
+    mask = checked_prompt_mask(mask, prompt)
+    check_positions_left(model, prompt, mask, max_new_tokens)
+    return prompt, mask
+
+
+def draws_of(choose: NextTokenRule | None, num_rows: int, stop_tokens: Sequence[int], seed: int | None) -> Draws:
+    """How so many rows choose their tokens; greedily by default."""
+    choose = Greedy() if choose is None else choose
+    require_instance("choose", choose, NextTokenRule)
+    return Draws(choose, RowStreams(num_rows, seed), checked_stop_tokens(stop_tokens))
 
 
 def checked_prompt_mask(mask: Tensor | None, prompt: Tensor) -> Tensor | None:
