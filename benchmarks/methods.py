@@ -182,16 +182,17 @@ def cells_of(measured: Measured, limit: float | None) -> list[str]:
 
 HEADING = """# Benchmarks of the methods
 
-Written by `python benchmarks/methods.py`. Each method runs in turns with a dense model of as many executed blocks, eight.
-A row gives the matrix FLOPs that it executes over the dense model's, its time over the dense model's, and the one over the
-other: the median over the rounds, with its quartiles. 1 means that FLOPs explain the cost. At width 768 no method may cost
-more than 1.10 times what they explain, or 1.25 times where tokens are picked; what misses it is bold.
+Written by `python benchmarks/methods.py`. Each method runs in turns with a dense model of as many executed
+blocks, eight. A row gives the matrix FLOPs that it executes over the dense model's, its time over the dense
+model's, and the one over the other: the median over the rounds, with its quartiles. 1 means that FLOPs explain
+the cost. At width 768 no method may cost more than 1.10 times what they explain, or 1.25 times where tokens are
+picked; what misses it is bold.
 
-Loops are `{layout}` unless their name says otherwise, in the GPT-2 form, at full depth, uncompiled, float32. Training:
-forward and backward on {batch} sequences of {tokens} tokens, without an optimizer. Decoding: 8 tokens, one by one, behind a
-prompt of {prompt}, {rows} rows, `KeepAll`. FLOPs are counted in the very run by PyTorch's `FlopCounterMode`, scores of
-attention aside, so that what routers pick, and heads of every step, are in them. Weights are untrained: a router that has
-learned nothing picks in decoding whomever it picks. {setting}
+Loops are `{layout}` unless their name says otherwise, in the GPT-2 form, at full depth, uncompiled, float32.
+Training: forward and backward on {batch} sequences of {tokens} tokens, without an optimizer. Decoding: 8
+tokens, one by one, behind a prompt of {prompt}, {rows} rows, `KeepAll`. FLOPs are counted in the very run by
+PyTorch's `FlopCounterMode`, scores of attention aside, so that what routers pick, and heads of every step, are
+in them. Weights are untrained: a router that has learned nothing picks in decoding whomever it picks. {setting}
 
 x-transformers offers two of these models: a dense one, and one block run eight times.
 """
