@@ -75,6 +75,7 @@ METHODS: dict[str, Build] = {
     "embedding-per-step": partial(rd.ple, size=8),
     "mesh": rd.mesh,
     "loopformer": rd.loopformer,
+    "damped": partial(rd.grt, update=rd.damped),
 }
 
 every_method = pytest.mark.parametrize("build", METHODS.values(), ids=METHODS)
@@ -86,7 +87,8 @@ def every_method_but(broken: Mapping[str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("build", kept.values(), ids=kept)
 
 
-NO_PREFIX = {"loopformer": "a run of k steps takes longer ones than a deeper run, so it is no prefix of it"}
+LONGER = "a run of k steps takes longer ones than a deeper run, so it is no prefix of it"
+NO_PREFIX = {"loopformer": LONGER, "damped": LONGER}
 LATER = "its factors B start at zero, so the factors A learn from the second training step on"
 SKIPS = {
     name: "a token that is not picked stays as it is: a step may change nothing, and rounding may flip a decision"

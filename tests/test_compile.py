@@ -23,7 +23,7 @@ LAYOUT = rd.Layout(1, 1, 12, 1)
 X = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(0))
 LOOPS = [
     *("grt", "grt-llama", "grt-joint-norm", "grt-noise-per-token", "naive", "anchor-added"),
-    *("huginn", "ouro", "parcae"),
+    *("huginn", "ouro", "parcae", "damped"),
 ]
 NUMBERED = [  # these read which step it is
     *("rrt", "rrt-gated", "embedding-per-step"),

@@ -97,6 +97,7 @@ GOLDEN = {
     ),
     "parcae": (rd.parcae, [*around(LLAMA_BLOCK), DIAGONAL, "embed.token.weight norm.weight"]),
     "naive": (rd.naive, [*around(GPT2_BLOCK), POSITIONED]),
+    "damped": (partial(rd.grt, update=rd.damped), [*around(GPT2_BLOCK), POSITIONED]),
     "universal": (
         rd.universal,
         [*around(GPT2_BLOCK + GPT2_BIASES), HALTING, "embed.token.weight norm.weight norm.bias"],

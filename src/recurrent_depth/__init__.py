@@ -26,6 +26,7 @@ from recurrent_depth.contracts import (
 from recurrent_depth.convergence import ArgmaxStable, GateClosed, KLConverged, LatentConverged
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.curriculum import RampedDepth, linear_ramp, retrofit_curriculum, sqrt_ramp
+from recurrent_depth.damped import DampedUpdate, damped
 from recurrent_depth.decoding import Left, extend, extend_until
 from recurrent_depth.dense_start import average_start, lower_start, relax, relaxed_stack, stepwise_start
 from recurrent_depth.depth import Depth, Layout
@@ -130,6 +131,7 @@ __all__ = [
     "ConditionedBlock",
     "ConstantWeight",
     "CosineCapacities",
+    "DampedUpdate",
     "Depth",
     "DepthCache",
     "DepthGate",
@@ -253,6 +255,7 @@ __all__ = [
     "causal_mask",
     "compile_decoding",
     "consistency_loss",
+    "damped",
     "dense",
     "distillation_loss",
     "every_other",
