@@ -6,6 +6,7 @@ from torch import nn
 
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.residual import ResidualProjection
+from recurrent_depth.weight_start import WeightStart
 
 
 def initialise(model: RecurrentTransformer, *, std: float | None = None, residual_std: float | None = None) -> None:
@@ -29,16 +30,22 @@ def initialise(model: RecurrentTransformer, *, std: float | None = None, residua
     for name, value in (("std", std), ("residual_std", residual_std)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}, but must be above 0.")
-    std, draw = model.weight_start.std if std is None else std, model.weight_start.draw
-    for module in reversed(list(model.modules())):
+    start = model.weight_start if std is None else model.weight_start._replace(std=std)
+    start_weights(model, start)
+    narrow = start.std / math.sqrt(2 * model.layout.executed) if residual_std is None else residual_std
+    for module in model.modules():
+        if isinstance(module, ResidualProjection):
+            start.draw(module.weight, narrow)
+
+
+def start_weights(part: nn.Module, start: WeightStart | None = None) -> None:
+    """Gives every weight of a part its start: that of `initialise`, which may end residual branches otherwise."""
+    start = start or WeightStart()
+    for module in reversed(list(part.modules())):
         if isinstance(module, nn.Linear | nn.Embedding):
-            draw(module.weight, std)
+            start.draw(module.weight, start.std)
             bias = getattr(module, "bias", None)
             if bias is not None:
                 nn.init.zeros_(bias)
         elif callable(getattr(module, "reset_parameters", None)):
             module.reset_parameters()
-    narrow = std / math.sqrt(2 * model.layout.executed) if residual_std is None else residual_std
-    for module in model.modules():
-        if isinstance(module, ResidualProjection):
-            draw(module.weight, narrow)

@@ -59,6 +59,9 @@ class Injection(nn.Module, abc.ABC):
     def cost(self) -> PartCost:
         """Its matrix FLOPs per token."""
 
+    def start_at_anchor(self) -> None:
+        """Starts where the blocks see the anchor alone, if the injection can; what grafts start from."""
+
 
 class KeepState(Injection):
     """The blocks see the state alone: the plain loop."""
@@ -130,6 +133,13 @@ class ConcatProjection(Injection):
     ) -> Float[Tensor, "batch token dim"]:
         """`W_1 (h + noise)` and the anchor's half."""
         return self.state(self.noise(h)) + context
+
+    def start_at_anchor(self) -> None:
+        """Zero on the state, the identity on the anchor."""
+        nn.init.zeros_(self.state.weight)
+        nn.init.eye_(self.anchor.weight)
+        if self.anchor.bias is not None:
+            nn.init.zeros_(self.anchor.bias)
 
     def cost(self) -> PartCost:
         """One half once, the other at every step."""

@@ -1,0 +1,174 @@
+"""Grafting: the middle layers of a pretrained model become a loop, and the model stays what it is."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from recurrent_depth.builders import UpdateFactory, gated
+from recurrent_depth.core import RecurrentCore
+from recurrent_depth.depth import Depth, require_instance
+from recurrent_depth.hf.description import describe_factory, describe_part
+from recurrent_depth.hf.host_calls import HostStack
+from recurrent_depth.hf.host_class import host_class
+from recurrent_depth.hf.host_first import HostFirst
+from recurrent_depth.hf.host_layers import check_core, find_layers, state_width
+from recurrent_depth.hf.recurrence import Place, Recurrence, whole_depth
+from recurrent_depth.hf.slots import Seat, original_class, passage_class, slot_class
+from recurrent_depth.initialisation import start_weights
+from recurrent_depth.injection import Injection
+from recurrent_depth.kv_policy import KeepAll, KVStepPolicy
+from recurrent_depth.update import DepthUpdate
+
+GATED: UpdateFactory = partial(gated, bias=0.0)
+
+
+def graft(
+    model: Any,
+    core: Sequence[int],
+    num_steps: int | Depth,
+    *,
+    update: UpdateFactory = GATED,
+    kv: KVStepPolicy | None = None,
+    drop: Sequence[int] = (),
+    layers: nn.ModuleList | str | None = None,
+    host_first: bool = True,
+    dim: int | None = None,
+) -> Any:
+    """Turns some layers of a model into the core of a loop, in place, and returns the same object.
+
+    No weight is copied. The host's parameters keep their names, the new ones are `recurrence.*`, and the model keeps
+    its class, `generate` and tokenizer. Its `forward` and `generate` take `num_steps` for a call of another depth.
+
+    Step 0 is the host's own pass. The projection of the later ones starts as zero on the state and as the identity on
+    the anchor, so each starts as that same pass again: with `rd.gated` the model is exactly its host at every depth,
+    gate bias and policy until something is trained, and at one step always.
+
+    Args:
+        model: a decoder, encoder or vision model of transformers, a module with a list of layers such as
+            `nn.TransformerEncoder`, or a list of modules, which comes back as an `nn.ModuleList`.
+        core: the layers of the core, counted from 0, in a row.
+        num_steps: how often the core runs where a call says nothing else; kept as `model.recurrence.num_steps`.
+        update: makes the update for the width, for example `rd.plain`.
+        kv: what a cache stores of the steps; `rd.KeepAll()` by default, exactly the model without a cache.
+        drop: layers that are left out.
+        layers: where the layers are, or the path to there, if they are not found.
+        host_first: whether step 0 is the host's own pass. Without, the update takes that step too.
+        dim: the width of the hidden state, if it is not found.
+
+    Raises:
+        ValueError: if the layers are not found, `core` or `drop` do not fit them, the model is grafted already,
+            `update` gives no update or one that picks tokens, or `num_steps` is no depth that all rows share.
+
+    Reference: for recurrence from pretrained layers McLeish et al., 2025, arXiv 2511.07384; the start is ours.
+    """
+    model = nn.ModuleList(model) if isinstance(model, list | tuple) else model
+    found = host_layers(model, layers)
+    first, end = check_core(core, drop, len(found))
+    require_instance("kv", kv := kv or KeepAll(), KVStepPolicy)
+    whole_depth(num_steps)
+    made = make_update(update, state_width(model, found[first], dim), like=found[first])
+    recurrence = Recurrence(
+        RecurrentCore(HostStack(), HostFirst(made) if host_first else made),
+        kv,
+        Place(first, end - first, len(found)),
+        num_steps,
+    )
+    settings = {"core": [first, end], "num_steps": num_steps, "kv": describe_part(kv)}
+    settings |= {"update": describe_factory(update), "drop": list(drop), "host_first": host_first}
+    return plant(model, found, recurrence, drop=drop, settings=settings)
+
+
+def plant(
+    model: nn.Module, layers: nn.ModuleList, recurrence: Recurrence, *, drop: Iterable[int], settings: dict[str, Any]
+) -> Any:
+    """Puts a loop into a model whose layers and settings were checked. Other ways to graft end here too.
+
+    Args:
+        model: the host.
+        layers: its layers.
+        recurrence: the loop.
+        drop: layers that are left out.
+        settings: what the host's configuration says of it.
+    """
+    first, num_core, _ = recurrence.place
+    recurrence.train(model.training)
+    for index, layer in enumerate(layers[first : first + num_core]):
+        layer.__class__ = slot_class(type(layer))
+        layer.__dict__["_seat"] = Seat(model, index, num_core)
+    for index in drop:
+        layer = layers[index]
+        layer.__class__ = passage_class(type(layer))
+        layer.__dict__["_layer"] = index
+    model.__class__ = host_class(type(model))
+    model.add_module("recurrence", recurrence)
+    if hasattr(model, "config"):
+        model.config.recurrence = settings
+    return model
+
+
+def ungraft(model: Any) -> Any:
+    """Takes a loop out again: the model is its host, with the weights that it now has.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if not is_graft(model):
+        raise ValueError(f"{type(model).__name__} is no graft: there is nothing to take out.")
+    for layer in model.modules():
+        if hasattr(type(layer), "_original_class"):
+            layer.__class__ = original_class(layer)
+            for name in ("_seat", "_layer"):
+                layer.__dict__.pop(name, None)
+    del model.recurrence
+    if hasattr(model, "config"):
+        del model.config.recurrence
+    return model
+
+
+def is_graft(model: object) -> bool:
+    """Whether a model has a grafted loop."""
+    return isinstance(model, nn.Module) and isinstance(model._modules.get("recurrence"), Recurrence)
+
+
+def make_update(factory: Callable[[int], DepthUpdate], dim: int, *, like: nn.Module) -> DepthUpdate:
+    """The update for a width, on a layer's device and in its dtype, started for a graft.
+
+    Raises:
+        ValueError: if the factory gives none, or one that picks tokens.
+    """
+    if isinstance(factory, nn.Module) or not callable(factory):
+        said = type(factory).__name__
+        raise ValueError(f"update must make an update for a width, such as rd.gated; got {said}, which is no function.")
+    update = factory(dim)
+    require_instance("What update makes", update, DepthUpdate)
+    if update.cost(2).selects:
+        raise ValueError(
+            f"{type(update).__name__} picks tokens, but a host's layers cannot run on some tokens alone: their masks, "
+            "positions and caches are made for all. Choose an update in which every token takes every step."
+        )
+    start_weights(update)
+    for part in update.modules():
+        if isinstance(part, Injection):
+            part.start_at_anchor()
+    weights = [x for x in like.parameters() if x.is_floating_point()]
+    return update.to(weights[0].device, weights[0].dtype) if weights else update
+
+
+def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleList:
+    """The layers of a model that can be grafted.
+
+    Raises:
+        ValueError: if it is no module, is a graft or holds one, has another part of the name `recurrence`, or its
+            layers are not found.
+    """
+    require_instance("model", model, nn.Module)
+    assert isinstance(model, nn.Module)
+    if any(isinstance(part, Recurrence) for part in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is a graft already. For other settings take the loop out first: ungraft(model)."
+        )
+    if hasattr(model, "recurrence"):
+        raise ValueError(f"{type(model).__name__} has a part of its own that is named recurrence.")
+    return find_layers(model, layers)

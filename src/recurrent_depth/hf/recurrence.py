@@ -1,0 +1,107 @@
+"""What a graft adds to its host: the loop, and what one forward has noted of the host's calls."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from recurrent_depth.core import RecurrentCore
+from recurrent_depth.depth import Depth, as_depth
+from recurrent_depth.hf.cache import StepSlots
+from recurrent_depth.hf.host_calls import HostCall
+from recurrent_depth.kv_policy import KVStepPolicy
+
+
+class Place(NamedTuple):
+    """Where the core stands in its host: its first layer, how many layers it has, and how many the host has."""
+
+    first: int
+    num_core: int
+    num_layers: int
+
+
+class Recurrence(nn.Module):
+    """The loop over a host's layers; `model.recurrence` of a graft.
+
+    Args:
+        core: the loop, over a stack that reads the calls from `at.extra["calls"]`.
+        kv: what a cache stores of the steps.
+        place: where the core stands.
+        num_steps: the depth of a forward that is told none; may be set later.
+
+    Attributes:
+        gradient_checkpointing: recompute each step in the backward pass. What transformers sets.
+    """
+
+    def __init__(self, core: RecurrentCore, kv: KVStepPolicy, place: Place, num_steps: int | Depth):
+        super().__init__()
+        self.core, self.kv, self.place = core, kv, place
+        self.num_steps = num_steps
+        self._asked: Depth | None = None
+        self._noted: tuple[HostCall, ...] = ()
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return self.core.checkpointing
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        self.core.checkpointing = value
+
+    @contextmanager
+    def at_depth(self, num_steps: int | Depth | None) -> Iterator[None]:
+        """Forwards inside take so many steps; None leaves it as it is.
+
+        Raises:
+            ValueError: if it is no depth, or one for each row.
+        """
+        before, self._asked = self._asked, self._asked if num_steps is None else whole_depth(num_steps)
+        try:
+            yield
+        finally:
+            self._asked, self._noted = before, ()
+
+    def note(self, index: int, call: HostCall) -> tuple[HostCall, ...]:
+        """Keeps what a layer was called with until the last one was; gives all those noted so far."""
+        self._noted = (*(self._noted if index > 0 else ()), call)
+        return self._noted
+
+    def forward(self, anchor: Float[Tensor, "batch token dim"], calls: tuple[HostCall, ...]) -> tuple[Any, ...]:
+        """The loop over the layers of `calls`; what the last layer gave, with the loop's outcome as hidden state."""
+        self._noted = ()
+        depth = whole_depth(self.num_steps) if self._asked is None else self._asked
+        slots = self._slots(calls, depth.num_steps)
+        if slots is None:
+            calls = tuple(call.with_cache(None) for call in calls)
+        h = self.core(anchor, depth, extra={"calls": calls, "slots": slots})
+        if slots is not None:
+            slots.close()
+        return (h,)
+
+    def _slots(self, calls: tuple[HostCall, ...], num_steps: int) -> StepSlots | None:
+        cache = calls[-1].cache
+        recomputed = self.core.checkpointing and self.training and torch.is_grad_enabled()
+        if cache is None or recomputed:  # what is recomputed would be written twice
+            return None
+        first, num_core, num_layers = self.place
+        return StepSlots(
+            cache, first=first, num_core=num_core, num_layers=num_layers, policy=self.kv, num_steps=num_steps
+        )
+
+
+def whole_depth(num_steps: object) -> Depth:
+    """A depth that all rows share.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    depth = as_depth(num_steps)
+    if depth.rows is not None:
+        raise ValueError(
+            f"num_steps is {num_steps!r}, but a graft takes one depth for all rows: which rows the host's own masks "
+            "and positions belong to is not known."
+        )
+    return depth

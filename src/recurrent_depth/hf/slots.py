@@ -1,0 +1,125 @@
+"""Slots: a host's layers that answer the host at once, and run when the loop calls them."""
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from recurrent_depth.hf.host_calls import HostCall
+from recurrent_depth.hf.layer_form import gives_tuple
+
+
+class Seat(NamedTuple):
+    """Where a slot is: its host (the loop is `host.recurrence`), its place in the core, and the core's size."""
+
+    host: nn.Module
+    index: int
+    num_core: int
+
+
+class Slot:
+    """A layer of the core; mixed into the layer's own class.
+
+    The host calls it once: it notes what it was called with, and the last one runs the loop. The loop then calls the
+    layer itself by `run_layer`, with all its hooks, once for each step. Nothing of the layer changes but its class.
+    """
+
+    _seat: Seat
+    _hidden: str
+    _tuple: bool
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """False: the loop recomputes whole steps, and nothing inside of them."""
+        return False
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        """Is told the loop as well."""
+
+    def run_layer(self, *arguments: Any, **keywords: Any) -> Any:
+        """The layer's own call."""
+        return super().__call__(*arguments, **keywords)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        x, call = noted(self.run_layer, self._hidden, arguments, keywords)
+        seat = self._seat
+        recurrence = seat.host.recurrence
+        calls = recurrence.note(seat.index, call)
+        if seat.index + 1 < seat.num_core:
+            return (x, None) if self._tuple else x
+        out = recurrence(x, calls)
+        return out if self._tuple else out[0]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _revive, (original_class(self), slot_class), vars(self)
+
+
+class Passage:
+    """A layer that is left out; mixed into the layer's own class. It hands its input on.
+
+    In a cache it counts tokens like any other layer, since a host may ask any layer how many there are.
+    """
+
+    _hidden: str
+    _tuple: bool
+    _layer: int
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        x, call = noted(None, self._hidden, arguments, keywords)
+        if call.cache is not None:
+            _count(call.cache, self._layer, x)
+        return (x, None) if self._tuple else x
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _revive, (original_class(self), passage_class), vars(self)
+
+
+@functools.cache
+def slot_class(layer: type[nn.Module]) -> type[nn.Module]:
+    """The class of a slot for layers of a class."""
+    return _mixed(Slot, layer)
+
+
+@functools.cache
+def passage_class(layer: type[nn.Module]) -> type[nn.Module]:
+    """The class of a layer of this class that is left out."""
+    return _mixed(Passage, layer)
+
+
+def original_class(layer: Any) -> type[nn.Module]:
+    """The class that a slot had before."""
+    return layer._original_class
+
+
+def named_like(host: type) -> dict[str, Any]:
+    """What a class needs so that it passes for the host's: code that looks names up finds the host's."""
+    return {"__module__": host.__module__, "__qualname__": host.__qualname__, "__doc__": host.__doc__}
+
+
+def _mixed(mixin: type, layer: type[nn.Module]) -> type[nn.Module]:
+    hidden = next(iter(list(inspect.signature(layer.forward).parameters)[1:]), "hidden_states")
+    own = {"_original_class": layer, "_hidden": hidden, "_tuple": gives_tuple(layer)}
+    return type(layer.__name__, (mixin, layer), named_like(layer) | own)
+
+
+def _revive(layer: type[nn.Module], make: Any) -> nn.Module:
+    made = make(layer)
+    return made.__new__(made)
+
+
+def noted(run: Any, hidden: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Tensor, HostCall]:
+    """The hidden state among the arguments, and the call without it."""
+    if arguments:
+        return arguments[0], HostCall(run, None, arguments[1:], keywords)
+    return keywords[hidden], HostCall(run, hidden, (), {k: v for k, v in keywords.items() if k != hidden})
+
+
+def _count(cache: Cache, layer: int, x: Tensor) -> None:
+    held = cache.layers[layer] if layer < len(cache.layers) else None
+    heads, size = (1, 1) if getattr(held, "keys", None) is None else (held.keys.shape[1], held.keys.shape[3])
+    blank = torch.zeros(x.shape[0], heads, x.shape[1], size, dtype=x.dtype, device=x.device)
+    cache.update(blank, blank, layer)
