@@ -1,6 +1,7 @@
 """The corrections that a step adds to shared weights: low-rank ones to matrices, offsets to vectors."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,31 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.numerics import at_least_float32
+
+
+class Matrix(NamedTuple):
+    """The matrix of a layer that gives `W x`.
+
+    Attributes:
+        stored: the parameter, maybe packed by a quantiser.
+        num_out: features that the layer gives.
+        num_in: features that it takes.
+        transposed: whether it is stored as (in, out).
+    """
+
+    stored: Tensor
+    num_out: int
+    num_in: int
+    transposed: bool = False
+
+
+MatrixOf = Callable[[nn.Module], Matrix | None]
+"""Says what a layer's matrix is; None for modules that have none, or contain such layers."""
+
+
+def linear_matrix(layer: nn.Module) -> Matrix | None:
+    """The matrix of an `nn.Linear`."""
+    return Matrix(layer.weight, layer.out_features, layer.in_features) if isinstance(layer, nn.Linear) else None
 
 
 class LowRank(nn.Module):
@@ -18,19 +44,20 @@ class LowRank(nn.Module):
     within `1 / sqrt(in)`, `B` at zero, so that the correction starts as none.
 
     Args:
-        layer: the linear layer, whose sizes, device and (where it is a floating one) dtype the factors get.
+        matrix: the layer's, whose sizes, device and (where it is a floating one) dtype the factors get.
         num_steps: how many steps are corrected.
         rank: of each correction; cut to the rank that the layer can have.
 
     Reference: Hu et al., 2021, arXiv 2106.09685.
     """
 
-    def __init__(self, layer: nn.Linear, num_steps: int, rank: int):
+    def __init__(self, matrix: Matrix, num_steps: int, rank: int):
         super().__init__()
-        like = layer.weight if layer.weight.is_floating_point() else torch.empty(0, device=layer.weight.device)
-        rank = min(rank, layer.in_features, layer.out_features)
-        self.A = nn.Parameter(like.new_empty(num_steps, rank, layer.in_features))
-        self.B = nn.Parameter(like.new_empty(num_steps, layer.out_features, rank))
+        stored = matrix.stored
+        like = stored if stored.is_floating_point() else torch.empty(0, device=stored.device)
+        rank = min(rank, matrix.num_in, matrix.num_out)
+        self.A = nn.Parameter(like.new_empty(num_steps, rank, matrix.num_in))
+        self.B = nn.Parameter(like.new_empty(num_steps, matrix.num_out, rank))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

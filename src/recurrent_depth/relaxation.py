@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from recurrent_depth.contracts import At, BlockCost, KeyValues
-from recurrent_depth.corrections import LowRank, Offset, make_correctable
+from recurrent_depth.corrections import LowRank, Matrix, MatrixOf, Offset, linear_matrix, make_correctable
 from recurrent_depth.depth import require_whole
 from recurrent_depth.moments import Moment
 from recurrent_depth.numerics import at_least_float32
@@ -24,11 +24,12 @@ class StepCorrections(nn.Module):
     core's `checkpointing` does; a checkpoint inside of the module would be recomputed without corrections.
 
     Args:
-        module: its `nn.Linear` layers are corrected. They get a forward hook, idle outside of such a call.
+        module: its linear layers are corrected. They get a forward hook, idle outside of such a call.
         num_steps: how many steps there are.
         rank: of each correction, at most that of the layer; 0 corrects no layer.
         skip_first: step 0 runs the bare module.
         vectors: the module's vectors, such as biases and the scales of norms, get an offset per step too.
+        matrix_of: says which layers are linear, and what their matrices are; `nn.Linear` by default.
 
     Raises:
         ValueError: if `num_steps` is below 1 or `rank` below 0, if `skip_first` leaves no step, if there is no
@@ -39,7 +40,14 @@ class StepCorrections(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, num_steps: int, rank: int, *, skip_first: bool = False, vectors: bool = False
+        self,
+        module: nn.Module,
+        num_steps: int,
+        rank: int,
+        *,
+        skip_first: bool = False,
+        vectors: bool = False,
+        matrix_of: MatrixOf = linear_matrix,
     ):
         super().__init__()
         self.num_steps = require_whole("num_steps", num_steps, at_least=1)
@@ -47,10 +55,11 @@ class StepCorrections(nn.Module):
         if self.num_steps == self.first:
             raise ValueError("num_steps is 1 and skip_first leaves the first step bare: there is none to correct.")
         num_corrected = self.num_steps - self.first
-        layers = _linear_layers(module) if rank > 0 else {}
-        for name, layer in layers.items():
-            make_correctable(name, layer)
-        self.layers = {name: LowRank(layer, num_corrected, rank) for name, layer in layers.items()}
+        matrices = _matrices(module, matrix_of) if rank > 0 else {}
+        for name in matrices:
+            make_correctable(name, module.get_submodule(name))
+        self.transposed = {f"{name}.weight" for name, matrix in matrices.items() if matrix.transposed}
+        self.layers = {name: LowRank(matrix, num_corrected, rank) for name, matrix in matrices.items()}
         given = {name: vector for name, vector in module.named_parameters() if vector.ndim == 1 and vectors}
         self.vectors = {name: Offset(vector, num_corrected) for name, vector in given.items()}
         _plant(self, self.layers)
@@ -65,8 +74,10 @@ class StepCorrections(nn.Module):
         if step >= self.num_steps:
             raise ValueError(f"{step + 1} steps asked for, but the relaxation was built for {self.num_steps}.")
         place = max(step - self.first, 0)
-        factors = {f"{at}.{name}": x for at, layer in self.layers.items() for name, x in layer.at(place).items()}
-        offsets = {name: vector.offset[place] for name, vector in self.vectors.items()}
+        factors = {
+            _path(module, at, name): x for at, layer in self.layers.items() for name, x in layer.at(place).items()
+        }
+        offsets = {_path(module, *_split(name)): vector.offset[place] for name, vector in self.vectors.items()}
         if step < self.first:  # zeros: at depth 1 too every correction then has a gradient, as data-parallel runs need
             factors, offsets = ({name: 0 * x for name, x in group.items()} for group in (factors, offsets))
         return factors | {name: module.get_parameter(name) + offset for name, offset in offsets.items()}
@@ -88,7 +99,8 @@ class StepCorrections(nn.Module):
             base = tied.get_parameter(name)
             if any(name not in step or step[name].shape != base.shape for step in wanted):
                 raise ValueError(f"The blocks must be alike to share weights, but {name!r} is not the same in all.")
-            correction.fit(torch.stack([at_least_float32(step[name]) - base for step in wanted]))
+            residuals = torch.stack([at_least_float32(step[name]) - base for step in wanted])
+            correction.fit(residuals.mT if name in self.transposed else residuals)
 
     def cost(self) -> BlockCost:
         """Both factors of one step of every layer, per token."""
@@ -138,11 +150,24 @@ class RelaxedStack(nn.Module):
         return tied._replace(live=live).plus(self.corrections.cost())
 
 
-def _linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    found = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+def _matrices(module: nn.Module, matrix_of: MatrixOf) -> dict[str, Matrix]:
+    asked = {name: matrix_of(layer) for name, layer in module.named_modules()}
+    found = {name: matrix for name, matrix in asked.items() if matrix is not None}
     if not found or "" in found:  # the module itself has the empty name
         raise ValueError(f"module is a {type(module).__name__}, but must contain linear layers (nn.Linear).")
     return found
+
+
+def _split(name: str) -> tuple[str, str]:
+    path, _, last = name.rpartition(".")
+    return path, last
+
+
+def _path(module: nn.Module, path: str, name: str) -> str:
+    """Where a layer holds a tensor, also if something was wrapped around the layer since, such as another adapter."""
+    holders = module.get_submodule(path).named_modules(prefix=path)
+    place = next(at for at, part in holders if name in part._parameters or name in part._buffers)
+    return f"{place}.{name}".lstrip(".")
 
 
 def _plant(root: nn.Module, parts: Mapping[str, nn.Module]) -> None:
