@@ -194,6 +194,17 @@ def test_truncated_training_costs_what_torch_counts_but_for_the_gradient_that_go
 
 
 @few
+@given(models(), st.integers(2, 12), st.data())
+def test_a_loss_at_every_step_costs_what_torch_counts(build, num_tokens, data):
+    model = build()
+    num_steps = data.draw(st.integers(1, model.layout.num_steps))
+    trained = rd.WithObjective(model, rd.every_step_loss, every_step=True)
+    ids = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
+    predicted = accounting.training_flops(model, rd.FixedDepth(num_steps), num_tokens, read_every_step=True)
+    assert predicted == counted(lambda: trained(ids, num_steps).backward())
+
+
+@few
 @given(models(grts), tokens, st.data())
 def test_checkpointing_runs_each_learned_step_once_more(build, num_tokens, data):
     model = build()

@@ -140,6 +140,7 @@ def training_flops(
     tokens: int | None = None,
     *,
     draw: int = 0,
+    read_every_step: bool = False,
     counting: Counting = EXECUTED,
 ) -> float:
     """FLOPs that training spends on one sequence, on average over the sampler's draws.
@@ -154,6 +155,8 @@ def training_flops(
         depth: the sampler, or its expected depth.
         tokens: the length of the sequence; by default all positions that the model has learned.
         draw: the draw that a curriculum is asked for.
+        read_every_step: the objective reads the logits after each step, as `every_step_loss` and `ExpectedExitLoss`
+            do: coda and head run at each, and once more in the backward pass, which makes the logits anew.
         counting: the convention.
 
     Raises:
@@ -164,4 +167,13 @@ def training_flops(
     outside, full = (forward_flops(of, of.length(tokens), n, counting).total for n in (0, of.layout.num_steps))
     step = (full - outside) / of.layout.num_steps
     backward = 3 if of.checkpointing else 2
-    return 3 * outside + step * (expected.num_steps + backward * expected.grad_steps)
+    loop = step * (expected.num_steps + backward * expected.grad_steps)
+    if not read_every_step:
+        return 3 * outside + loop
+    readout = _readout_flops(of, of.length(tokens), counting)
+    return 3 * (outside - readout) + loop + 4 * readout * expected.num_steps
+
+
+def _readout_flops(of: Outline, num_tokens: int, counting: Counting) -> int:
+    parts = forward_flops(of, num_tokens, 0, counting)
+    return parts.coda + parts.head
