@@ -1,5 +1,7 @@
 """Causal multi-head self-attention in the GPT-2 and the Llama form, with or without a cache."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -62,6 +64,30 @@ def causal_mask(padding: Bool[Tensor, "batch key"], num_queries: int) -> Bool[Te
     return past & padding[:, None] | itself
 
 
+Attend = Callable[..., Tensor]
+"""Gathers values by queries and keys, called as `attend` is."""
+
+
+def attend(
+    queries: Float[Tensor, "batch head token size"],
+    keys: Float[Tensor, "batch kv_head key size"],
+    values: Float[Tensor, "batch kv_head key size"],
+    mask: Bool[Tensor, "#batch #head #token key"] | None,
+    *,
+    causal: bool,
+) -> Float[Tensor, "batch head token size"]:
+    """What each query gathers, by torch's kernels: where the mask is True, or `causal`, or everywhere."""
+    gathered = F.scaled_dot_product_attention(
+        _asked_twice(queries),
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    return gathered[:, :, : queries.shape[2]]
+
+
 class Attention(nn.Module):
     """Multi-head self-attention; `num_kv_heads` below `num_heads` groups the queries (GQA).
 
@@ -71,6 +97,9 @@ class Attention(nn.Module):
     Raises:
         ValueError: if `dim` is not divisible by `num_heads`, or `num_heads` not by `num_kv_heads`; in a forward, if the
             mask does not cover all keys.
+
+    Attributes:
+        attend: computes what is gathered of keys and values, called as `attend` of this file is: torch's kernels.
     """
 
     def __init__(
@@ -89,6 +118,7 @@ class Attention(nn.Module):
         self.head_size, self.causal = dim // num_heads, causal
         self.qkv = nn.Linear(dim, (num_heads + 2 * self.num_kv_heads) * self.head_size, bias=bias)
         self.rotary = rotary if rotary is not None else NoRotary()
+        self.attend: Attend = attend
         self.out = ResidualProjection(dim, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "batch token dim"], at: At) -> Float[Tensor, "batch token dim"]:
@@ -98,14 +128,9 @@ class Attention(nn.Module):
         queries, keys = self.rotary(rotated, at.positions).split([self.num_heads, self.num_kv_heads], dim=1)
         if at.kv is not None:
             keys, values = at.kv.update(keys, values)
-        gathered = F.scaled_dot_product_attention(
-            _asked_twice(queries),
-            keys,
-            values,
-            attn_mask=self._mask(at.mask, queries.shape[2], keys.shape[2], x.device),
-            is_causal=self.causal and at.mask is None and queries.shape[2] == keys.shape[2],
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )[:, :, : queries.shape[2]]
+        mask = self._mask(at.mask, queries.shape[2], keys.shape[2], x.device)
+        causal = self.causal and at.mask is None and queries.shape[2] == keys.shape[2]
+        gathered = self.attend(queries, keys, values, mask, causal=causal)
         return self.out(rearrange(gathered, "batch head token size -> batch token (head size)"))
 
     def _mask(self, mask: Tensor | None, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:

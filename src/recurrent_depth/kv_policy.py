@@ -181,8 +181,14 @@ class KeepBlend(OneCopy):
         leading = [require_whole(name, size, at_least=1) for name, size in sizes.items()]
         if require_whole("head_size", head_size, at_least=1) % 2:
             raise ValueError(f"head_size is {head_size}, but must be even: pairs of features share a weight.")
-        self.keys = nn.Parameter(torch.zeros(*leading, 1, head_size // 2))
-        self.values = nn.Parameter(torch.zeros(*leading, 1, head_size))
+        self.keys = nn.Parameter(torch.empty(*leading, 1, head_size // 2))
+        self.values = nn.Parameter(torch.empty(*leading, 1, head_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts as the mean."""
+        nn.init.zeros_(self.keys)
+        nn.init.zeros_(self.values)
 
     def merge(self, old: KeysValues | None, new: KeysValues, step: int | Tensor, layer: int) -> KeysValues:
         """The running blend."""

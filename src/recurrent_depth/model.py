@@ -173,9 +173,19 @@ class RecurrentTransformer(nn.Module):
         logits_to_keep: int | None = None,
     ) -> Float[Tensor, "batch kept vocab"]:
         """Logits of what the loop gave: coda, final norm and head; the last two of so many last tokens alone."""
+        return self.head(self.finish(x, at, kv, last=logits_to_keep), self.embed.token.weight)
+
+    def finish(
+        self,
+        x: Float[Tensor, "batch token dim"],
+        at: At,
+        kv: ModelKeyValues | None = None,
+        *,
+        last: int | None = None,
+    ) -> Float[Tensor, "batch kept dim"]:
+        """What the head reads of what the loop gave: coda, and final norm of so many last tokens, by default of all."""
         x = self.coda(x, at, kv=None if kv is None else kv.coda())
-        x = x if logits_to_keep is None else x[:, -logits_to_keep:]
-        return self.head(self.norm(x), self.embed.token.weight)
+        return self.norm(x if last is None else x[:, -last:])
 
     def compile_step(self, **arguments: Any) -> None:
         """Compiles one step of the loop with `torch.compile(**arguments)`; it serves every depth."""
