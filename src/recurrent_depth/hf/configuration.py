@@ -1,0 +1,117 @@
+"""The configuration of a looped model, as Hugging Face's libraries read, write and load it."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+import recurrent_depth as rd
+from recurrent_depth.hf.parts import Named, build, builder_of, part_of, policy_of
+from recurrent_depth.initialisation import initialise
+
+
+class RecurrentDepthConfig(PreTrainedConfig):
+    """What a looped model is made of, in words and numbers that JSON holds.
+
+    A part is given by its name in the library, or by a dictionary of its name and its arguments:
+    `update={"name": "gated", "bias": 0.0}`. `dim`, `num_heads` and `context_length` are taken for `hidden_size`,
+    `num_attention_heads` and `max_position_embeddings`.
+
+    Args:
+        builder: the function of the library that makes the model: `"grt"`, `"huginn"`, `"rrt"`, ...
+        layout: blocks before the loop, in it, steps at full depth, and blocks behind it. `[0, blocks, 1, 0]` for
+            `"dense"`, `[0, 1, layers, 0]` for `"albert"`.
+        hidden_size: the width.
+        num_attention_heads: attention heads.
+        vocab_size: how many tokens there are.
+        max_position_embeddings: how many positions are learned, by forms that learn some.
+        form: the family of blocks; the builder's own by default.
+        update: the update; the builder's own by default.
+        builder_arguments: whatever else the builder takes, such as `{"rank": 8}` or `{"router": "token_choice"}`.
+        kv: which steps' keys and values a cache stores, `"KeepAll"` or another KV policy.
+        initializer_range: standard deviation of linear layers and embeddings as they start; the builder's by default.
+        use_cache: whether a forward in evaluation makes a cache.
+        training: what the training example's checkpoint said of its run, for a model that comes from one.
+
+    Raises:
+        ValueError: if there is no such builder, part or policy, the layout is none, or `num_hidden_layers` is given: it
+            follows from the layout and the policy. What the sizes must satisfy is checked when the model is made.
+    """
+
+    model_type = "recurrent_depth"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    attribute_map = {
+        "dim": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "context_length": "max_position_embeddings",
+    }
+
+    builder: str = "grt"
+    layout: list[int] | tuple[int, ...] = (1, 1, 10, 1)
+    hidden_size: int = 768
+    num_attention_heads: int = 12
+    vocab_size: int = 50304
+    max_position_embeddings: int = 1024
+    form: Named | None = None
+    update: Named | None = None
+    builder_arguments: dict[str, Any] | None = None
+    kv: Named = "KeepAll"
+    initializer_range: float | None = None
+    use_cache: bool = True
+    training: dict[str, Any] | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any):
+        if "num_hidden_layers" in kwargs:
+            raise ValueError("num_hidden_layers follows from layout and kv, and cannot be given: give layout.")
+        self.layout = list(rd.Layout(*self.layout))
+        builder_of(self.builder)
+        part_of(self.arguments)
+        policy_of(self.kv)
+        super().__post_init__(**kwargs)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the builder is given beside layout and sizes, parts by their names."""
+        named = {"form": self.form, "update": self.update}
+        return {name: part for name, part in named.items() if part is not None} | (self.builder_arguments or {})
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """The layers of a cache: one for each block, and for each copy of a core block that the policy stores."""
+        layout = rd.Layout(*self.layout)
+        copies = policy_of(self.kv).num_copies(layout.num_steps)
+        return layout.prelude + layout.core * copies + layout.coda
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return self._of_form("num_kv_heads") or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the head is the embedding's weight."""
+        return self._of_form("tied") is not False
+
+    def _of_form(self, argument: str) -> Any:
+        return None if self.form is None or isinstance(self.form, str) else self.form.get(argument)
+
+    def build(self) -> rd.RecurrentTransformer:
+        """The native model, its weights drawn anew.
+
+        Raises:
+            ValueError: if the builder refuses what it is given.
+        """
+        sizes = {"dim": self.hidden_size, "num_heads": self.num_attention_heads}
+        sizes |= {"vocab_size": self.vocab_size, "context_length": self.max_position_embeddings}
+        model = build(self.builder, rd.Layout(*self.layout), sizes, self.arguments)
+        if self.initializer_range is not None:
+            model.weight_start = model.weight_start._replace(std=self.initializer_range)
+            initialise(model)
+        return model

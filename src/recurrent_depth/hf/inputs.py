@@ -1,0 +1,82 @@
+"""What callers of transformers give a looped model, in the native model's terms."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+def where(
+    tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
+) -> dict[str, Tensor | None]:
+    """Mask and positions as the native model takes them.
+
+    Without `position_ids`, positions count from a row's first real token.
+
+    Raises:
+        ValueError: if the mask is none of (batch, key) and (batch, 1, query, key).
+    """
+    mask = _mask(attention_mask)
+    if cache is not None and cache.is_compileable and (mask is None or mask.ndim == 2):
+        position_ids = _counted(tokens, mask, cache) if position_ids is None else position_ids
+        mask = complete_mask(mask, cache, tokens.shape)[:, 0]
+    elif mask is not None and mask.ndim == 2 and not torch.compiler.is_compiling() and bool(mask.all()):
+        mask = None  # as transformers does: kernels are faster without
+    if position_ids is None and (mask is None or mask.ndim == 3):
+        position_ids = _counted(tokens, None, cache)
+    return {"mask": mask, "positions": position_ids}
+
+
+def complete_mask(padding: Tensor | None, cache: Cache, shape: torch.Size | tuple[int, int]) -> Tensor:
+    """Where each new token may look among all that a cache has room for: (batch, 1, query, key), True where it may.
+
+    A padded token sees itself alone, since a softmax over nothing is not a number.
+    """
+    batch, num_new = shape
+    num_keys, _ = cache.get_mask_sizes(num_new, 0)
+    seen = cache.get_seq_length()
+    device = seen.device if isinstance(seen, Tensor) else None if padding is None else padding.device
+    queries = (torch.arange(num_new, device=device) + seen)[:, None]
+    keys = torch.arange(num_keys, device=device)
+    look = (keys <= queries).expand(batch, 1, num_new, num_keys)
+    if padding is not None:
+        real = torch.nn.functional.pad(padding.bool(), (0, num_keys - padding.shape[1]))
+        look = look & real[:, None, None] | (keys == queries)
+    return look
+
+
+def require_tokens(input_ids: Tensor | None, unknown: dict[str, Any]) -> Tensor:
+    """The token ids.
+
+    Raises:
+        ValueError: if there are none, or there are arguments that mean nothing here, and would be passed over.
+    """
+    given = sorted(name for name, value in unknown.items() if value is not None and value is not False)
+    if given and given != ["inputs_embeds"]:
+        raise ValueError(f"a recurrent_depth model takes no {', '.join(given)}.")
+    if given or input_ids is None:
+        raise ValueError("input_ids must be given, and no inputs_embeds: updates of a loop may look at the tokens.")
+    return input_ids
+
+
+def kept_tokens(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """Which tokens get logits: so many last ones, all for 0, or those at the indices given."""
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+
+
+def _mask(given: Tensor | None) -> Tensor | None:
+    if given is None or (isinstance(given, Tensor) and given.ndim == 2):
+        return given
+    if not isinstance(given, Tensor) or given.ndim != 4 or given.shape[1] != 1:
+        got = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise ValueError(f"attention_mask is {got}, but must be (batch, key), or (batch, 1, query, key).")
+    complete = given[:, 0]
+    return complete if complete.dtype == torch.bool else complete == 0
+
+
+def _counted(tokens: Tensor, padding: Tensor | None, cache: Cache | None) -> Tensor:
+    if padding is not None:
+        return (padding.long().cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    seen = 0 if cache is None else cache.get_seq_length()
+    return (torch.arange(tokens.shape[1], device=tokens.device) + seen)[None]
