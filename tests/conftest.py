@@ -1,6 +1,9 @@
 """Settings of every test: one thread per process, hypothesis profiles, and a seed for the global RNG."""
 
+import importlib.util
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -13,6 +16,27 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("default", max_examples=20, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", max_examples=300, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = "fail where a model or a program that some tests need is not installed; without it they are skipped"
+    parser.addoption("--require-assets", action="store_true", help=said)
+
+
+@pytest.fixture(scope="session")
+def installed(request: pytest.FixtureRequest) -> Callable[[str, str], Path]:
+    """The folder of a package that is no requirement of the tests, such as one that carries a model's weights."""
+
+    def folder(package: str, requirement: str) -> Path:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin).parent
+        missing = f"needs {package}: pip install {requirement}"
+        if request.config.getoption("--require-assets"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+
+    return folder
 
 
 @pytest.fixture(autouse=True)
