@@ -112,10 +112,12 @@ def ungraft(model: Any) -> Any:
     """Takes a loop out again: the model is its host, with the weights that it now has.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is none, or the host's layers share weights.
     """
     if not is_graft(model):
         raise ValueError(f"{type(model).__name__} is no graft: there is nothing to take out.")
+    if model.recurrence.tied is not None:
+        raise ValueError("The host's layers share weights now, and their own are gone: load the host again.")
     for layer in model.modules():
         if hasattr(type(layer), "_original_class"):
             layer.__class__ = original_class(layer)

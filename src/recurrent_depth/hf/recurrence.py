@@ -12,6 +12,7 @@ from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Depth, as_depth
 from recurrent_depth.hf.cache import StepSlots
 from recurrent_depth.hf.host_calls import HostCall
+from recurrent_depth.hf.own_layers import OwnLayers
 from recurrent_depth.kv_policy import KVStepPolicy
 
 
@@ -31,14 +32,17 @@ class Recurrence(nn.Module):
         kv: what a cache stores of the steps.
         place: where the core stands.
         num_steps: the depth of a forward that is told none; may be set later.
+        tied: how many of the layers run at each step, where steps keep to layers of their own; None where all do.
 
     Attributes:
         gradient_checkpointing: recompute each step in the backward pass. What transformers sets.
     """
 
-    def __init__(self, core: RecurrentCore, kv: KVStepPolicy, place: Place, num_steps: int | Depth):
+    def __init__(
+        self, core: RecurrentCore, kv: KVStepPolicy, place: Place, num_steps: int | Depth, *, tied: int | None = None
+    ):
         super().__init__()
-        self.core, self.kv, self.place = core, kv, place
+        self.core, self.kv, self.place, self.tied = core, kv, place, tied
         self.num_steps = num_steps
         self._asked: Depth | None = None
         self._noted: tuple[HostCall, ...] = ()
@@ -81,12 +85,14 @@ class Recurrence(nn.Module):
             slots.close()
         return (h,)
 
-    def _slots(self, calls: tuple[HostCall, ...], num_steps: int) -> StepSlots | None:
+    def _slots(self, calls: tuple[HostCall, ...], num_steps: int) -> StepSlots | OwnLayers | None:
         cache = calls[-1].cache
         recomputed = self.core.checkpointing and self.training and torch.is_grad_enabled()
         if cache is None or recomputed:  # what is recomputed would be written twice
             return None
         first, num_core, num_layers = self.place
+        if self.tied is not None:
+            return OwnLayers(cache, self.tied, num_core // self.tied, num_steps)
         return StepSlots(
             cache, first=first, num_core=num_core, num_layers=num_layers, policy=self.kv, num_steps=num_steps
         )
