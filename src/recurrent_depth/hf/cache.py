@@ -88,8 +88,11 @@ class StepSlots:
 
     def close(self) -> None:
         """Stores what the policy says of the steps that were taken."""
+        if not self.steps:
+            return
         last = self.policy.writes(self.steps[-1])
-        num_copies = max(self.layout.num_copies(), 1 + max(copy for copy, _ in self.slots))
+        touched = 1 + max(copy for copy, _ in self.slots | self.entries)
+        num_copies = max(self.layout.num_copies(), touched)
         for place in ((copy, block) for copy in range(num_copies) for block in range(self.layout.num_core)):
             if place not in self.standing:
                 new = self.entries.get(place) or self.entries[last, place[1]]

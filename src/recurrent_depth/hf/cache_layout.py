@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from recurrent_depth.hf.cache_slots import slot_of
+from recurrent_depth.hf.cache_slots import check_kind, slot_of
 from recurrent_depth.kv_policy import KeysValues, KVStepPolicy
 
 
@@ -70,6 +70,8 @@ class CacheLayout(NamedTuple):
                 f"A looped model goes with DynamicCache and StaticCache without offloading, got {self.cache}."
             )
         self._check_size()
+        for layer in self._core():
+            check_kind(layer)
         filled = self.num_copies()
         allowed = policy.num_copies(max(num_steps, filled))
         if filled > allowed:
@@ -92,14 +94,16 @@ class CacheLayout(NamedTuple):
         return (len(self.cache.layers) - self.num_layers) % self.num_core
 
     def _check_lengths(self) -> None:
-        layers = self.cache.layers
-        core = layers[self.first : self.first + self.num_core] + layers[self.num_layers :]
-        lengths = [layer.get_seq_length() for layer in core if is_filled(layer)]
+        lengths = [layer.get_seq_length() for layer in self._core() if is_filled(layer)]
         if any(not isinstance(length, Tensor) and length != lengths[0] for length in lengths):
             raise ValueError(
                 f"The core's layers of the cache hold {lengths} tokens, but must hold as many each: a forward failed "
                 "halfway, or it belongs to another model."
             )
+
+    def _core(self) -> list[Any]:
+        layers = self.cache.layers
+        return layers[self.first : self.first + self.num_core] + layers[self.num_layers :]
 
     def check_like(self, new: KeysValues) -> None:
         """Refuses keys and values that do not go with those that the cache holds."""
@@ -114,7 +118,7 @@ class CacheLayout(NamedTuple):
 
 
 def is_filled(layer: Any) -> bool:
-    """Whether a layer holds tokens; a static one that has its buffer counts, since asking it would wait for a device."""
+    """Whether a layer holds tokens. A static one that has its buffer counts: asking it would wait for a device."""
     if not layer.is_initialized:
         return False
     length = layer.get_seq_length()

@@ -145,15 +145,15 @@ KINDS: dict[type, type] = {
 
 
 def slot_of(layer: Any) -> CacheSlot:
-    """The slot of a layer.
+    """The slot of a layer."""
+    return KINDS[type(layer)](layer)
 
-    Raises:
-        ValueError: if it is not of a kind that can be written again.
-    """
+
+def check_kind(layer: Any) -> None:
+    """Raises a ValueError where a layer is of no kind that can be written again."""
     if type(layer) not in KINDS:
         known = ", ".join(kind.__name__ for kind in KINDS)
         raise ValueError(f"The cache has a {type(layer).__name__} for a block of the loop, which goes with {known}.")
-    return KINDS[type(layer)](layer)
 
 
 def _state(layer: Any) -> dict[str, Any]:
