@@ -35,15 +35,15 @@ class RecurrentDepthModel(RecurrentDepthPreTrainedModel):
     Attributes:
         transformer: the native model, which computes everything.
         kv: which steps' keys and values a cache stores.
-        num_steps: the depth of a forward in training mode that is told none; None for full depth. `SampleDepth` sets it
-            before each optimiser step.
+        num_steps: the depth of a forward that is told none: full depth, unless it is set to something else, as
+            `SampleDepth` does for each optimiser step.
         gradient_checkpointing: whether each step is recomputed in the backward pass, never re-entrantly.
     """
 
     def __init__(self, config: RecurrentDepthConfig):
         super().__init__(config)
         self.transformer, self.kv = config.build(), policy_of(config.kv)
-        self.num_steps: int | rd.Depth | None = None
+        self.num_steps: int | rd.Depth = self.transformer.num_steps
         host_attention(self.transformer, config)
         mark_started(self)
         self.post_init()
@@ -92,7 +92,7 @@ class RecurrentDepthModel(RecurrentDepthPreTrainedModel):
         """
         tokens, native = require_tokens(input_ids, unknown), self.transformer
         between_too = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
-        depth = as_depth(self._default_depth() if num_steps is None else num_steps, batch=len(tokens))
+        depth = as_depth(self.num_steps if num_steps is None else num_steps, batch=len(tokens))
         cache = self._cache(past_key_values if cache is None else cache, use_cache)
         given = where(tokens, attention_mask, position_ids, cache)
         slots = None if cache is None else self._slots(cache, depth)
@@ -115,9 +115,6 @@ class RecurrentDepthModel(RecurrentDepthPreTrainedModel):
         """Whether a router picks tokens, so that a cache of transformers, which holds whole batches, will not do."""
         native = self.transformer
         return native.core.update.cost(native.num_steps).selects
-
-    def _default_depth(self) -> int | rd.Depth:
-        return self.num_steps if self.training and self.num_steps is not None else self.transformer.num_steps
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         if self.is_routed and (cache is not None or use_cache):
