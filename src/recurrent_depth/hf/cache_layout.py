@@ -54,12 +54,12 @@ class CacheLayout(NamedTuple):
 
     def num_copies(self) -> int:
         """Copies that were written, or made ready to be."""
-        behind = self.cache.layers[self.num_layers :]
+        behind: list[Any] = self.cache.layers[self.num_layers :]
         return 1 + -(-sum(layer.is_initialized for layer in behind) // self.num_core)
 
     def trim(self) -> None:
         """Takes off layers that no forward has reached, so that cropping and reordering find none without tokens."""
-        layers = self.cache.layers
+        layers: list[Any] = self.cache.layers
         while len(layers) > self.num_layers and not layers[-1].is_initialized:
             layers.pop()
 
@@ -109,7 +109,7 @@ class CacheLayout(NamedTuple):
         """Refuses keys and values that do not go with those that the cache holds."""
         if not self.has_past():
             return
-        layer = self.cache.layers[self.first]
+        layer: Any = self.cache.layers[self.first]
         held, made = (len(layer.keys), layer.keys.dtype), (len(new.keys), new.keys.dtype)
         if held != made:
             raise ValueError(
