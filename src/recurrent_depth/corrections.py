@@ -96,7 +96,7 @@ class Offset(nn.Module):
         self.offset.copy_(residuals)
 
 
-def make_correctable(name: str, layer: nn.Linear) -> None:
+def make_correctable(name: str, layer: nn.Module) -> None:
     """Lets a layer add `step_B step_A x` to what it gives, once something puts these two factors into it.
 
     Raises:

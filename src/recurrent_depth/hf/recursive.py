@@ -78,9 +78,8 @@ def tie(
 ) -> Any:
     """Makes the layers' host run a stack of its first ones instead of them all; the others' weights are let go."""
     num_steps = stack.corrections.num_steps
-    recurrence = Recurrence(
-        RecurrentCore(stack, plain(1)), KeepAll(), Place(first, end - first, len(layers)), num_steps, tied=stack.num_tied
-    )
+    place = Place(first, end - first, len(layers))
+    recurrence = Recurrence(RecurrentCore(stack, plain(1)), KeepAll(), place, num_steps, tied=stack.num_tied)
     settings = {"core": [first, end], "num_steps": num_steps, "tied": stack.num_tied} | settings
     plant(model, layers, recurrence, drop=(), settings=settings)
     for layer in layers[first + stack.num_tied : end]:
