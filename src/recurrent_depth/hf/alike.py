@@ -25,7 +25,7 @@ def check_alike(layers: Sequence[nn.Module], num_tied: int, first: int, *, rank:
     """
     for index, layer in enumerate(layers):
         kept = index % num_tied
-        differs = _difference(layers[kept], layer, first + kept, first + index)
+        differs = difference(layers[kept], layer, first + kept, first + index)
         if differs is not None:
             raise ValueError(
                 f"Layers {first + kept} and {first + index} would share weights, but they differ in {differs}. "
@@ -40,13 +40,13 @@ def check_alike(layers: Sequence[nn.Module], num_tied: int, first: int, *, rank:
             )
 
 
-def _difference(one: nn.Module, other: nn.Module, place: int, other_place: int) -> str | None:
-    """The first thing beside weights in which layers differ; numbers that say their place may."""
+def difference(one: nn.Module, other: nn.Module, place: int, other_place: int) -> str | None:
+    """The first thing beside weights in which layers differ; numbers that say their places may."""
     ours, theirs = dict(one.named_modules()), dict(other.named_modules())
     if [type(part) for part in ours.values()] != [type(part) for part in theirs.values()] or [*ours] != [*theirs]:
         return f"the modules that they consist of ({type(one).__name__}, {type(other).__name__})"
     for path, part in ours.items():
-        mine, its = _settings(part), _settings(theirs[path])
+        mine, its = settings(part), settings(theirs[path])
         for name in mine.keys() | its.keys():
             told = mine.get(name), its.get(name)
             if told[0] != told[1] and told != (place, other_place):
@@ -54,8 +54,10 @@ def _difference(one: nn.Module, other: nn.Module, place: int, other_place: int) 
     return _tensor_difference(one, other)
 
 
-def _settings(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if isinstance(value, PLAIN) and name != "training"}
+def settings(part: nn.Module) -> dict[str, Any]:
+    """The plain values that a module keeps, but for its mode and what is private."""
+    public = {name: value for name, value in vars(part).items() if not name.startswith("_") and name != "training"}
+    return {name: value for name, value in public.items() if isinstance(value, PLAIN)}
 
 
 def _tensor_difference(one: nn.Module, other: nn.Module) -> str | None:
@@ -65,7 +67,7 @@ def _tensor_difference(one: nn.Module, other: nn.Module) -> str | None:
             return f"the shape of {name}"
     held = dict(other.named_buffers())
     for name, buffer in one.named_buffers():
-        if name not in held or not torch.equal(held[name], buffer):
+        if name not in held or not (held[name].is_meta or torch.equal(held[name], buffer)):
             return name
     return None
 

@@ -15,7 +15,8 @@ def describe_factory(factory: Callable[..., Any]) -> dict[str, Any]:
     """
     if isinstance(factory, functools.partial):
         within = describe_factory(factory.func)
-        return within | {"arguments": within["arguments"] | factory.keywords}
+        given = {name: describe_factory(x) if callable(x) else x for name, x in factory.keywords.items()}
+        return within | {"arguments": within["arguments"] | given}
     return {"name": name_of(factory), "arguments": {}}
 
 
