@@ -1,5 +1,7 @@
 """Keys and values in a transformers cache: the same as in our own, under every policy."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -153,3 +155,17 @@ def test_a_mean_is_taken_in_float32_and_rounded_once():
         mean += (new[step].float() - mean) * (1 / (step + 1))
     assert_close(cache.layers[0].keys, mean[0].bfloat16(), rtol=0, atol=0)
     assert_close(cache.layers[0].values, mean[1].bfloat16(), rtol=0, atol=0)
+
+
+@every_policy
+def test_a_forward_keeps_no_second_copy_of_the_past(case):
+    """While blocks run, the tokens seen are in memory once, and no longer where they were before."""
+    model, cache, policy = tiny_model(), DynamicCache(), case.make(tiny_model())
+    read_hf(model, Script(torch.arange(9)[None], None, [9], [[4]]), cache, policy)
+    olds = [weakref.ref(layer.keys) for layer in cache.layers[1:3] + cache.layers[4:]]
+    slots = slots_of(model, cache, policy, 4)
+    for step in range(4):
+        for layer in (1, 2):
+            slots.view(step).update(*torch.randn(2, 1, 2, 1, 4).double(), layer)
+    slots.close()
+    assert [old() for old in olds] == [None] * len(olds)

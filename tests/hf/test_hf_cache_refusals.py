@@ -54,6 +54,13 @@ def test_a_cache_for_encoders_and_decoders():
         opened(EncoderDecoderCache(DynamicCache(), DynamicCache()))
 
 
+def test_a_cache_that_is_moved_to_and_fro():
+    cache = DynamicCache()
+    cache.offloading = True
+    with pytest.raises(ValueError, match="DynamicCache and StaticCache without offloading"):
+        opened(cache)
+
+
 def test_a_layer_that_is_no_attention():
     cache = DynamicCache(config=host_config(tiny_model()))
     cache.layers[2] = LinearAttentionLayer()

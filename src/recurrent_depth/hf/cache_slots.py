@@ -38,7 +38,16 @@ class DynamicSlot(CacheSlot):
     def show(self, new: KeysValues, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The past joined with the new tokens."""
         vars(self.layer).update(self.before)
-        return self.layer.update(*new, *args, **kwargs)
+        shown = self.layer.update(*new, *args, **kwargs)
+        self._let_go()
+        return shown
+
+    def _let_go(self) -> None:
+        """Takes the past from what was joined, so that no other copy of it stays; a window has dropped some of it."""
+        keys = self.before["keys"]
+        if keys is not None and keys.numel() and not self.layer.is_sliding:
+            past = {name: getattr(self.layer, name)[:, :, : keys.shape[-2]] for name in ("keys", "values")}
+            self.before.update(past)
 
     def mask_sizes(self, num_new: int) -> tuple[int, int]:
         """Those of the past and so many new tokens."""
