@@ -1,20 +1,20 @@
 """Grafting: the middle layers of a pretrained model become a loop, and the model stays what it is."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
 
 from recurrent_depth.builders import UpdateFactory, gated
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.depth import Depth, require_instance
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.hf.description import describe_factory, describe_part
 from recurrent_depth.hf.host_calls import HostStack
-from recurrent_depth.hf.host_class import host_class
+from recurrent_depth.hf.host_class import host_class, with_steps
 from recurrent_depth.hf.host_first import HostFirst
 from recurrent_depth.hf.host_layers import check_core, find_layers, state_width
-from recurrent_depth.hf.recurrence import Place, Recurrence, whole_depth
+from recurrent_depth.hf.recurrence import Place, Recurrence
 from recurrent_depth.hf.slots import Seat, original_class, passage_class, slot_class
 from recurrent_depth.initialisation import start_weights
 from recurrent_depth.injection import Injection
@@ -27,7 +27,7 @@ GATED: UpdateFactory = partial(gated, bias=0.0)
 def graft(
     model: Any,
     core: Sequence[int],
-    num_steps: int | Depth,
+    num_steps: int,
     *,
     update: UpdateFactory = GATED,
     kv: KVStepPolicy | None = None,
@@ -59,7 +59,7 @@ def graft(
 
     Raises:
         ValueError: if the layers are not found, `core` or `drop` do not fit them, the model is grafted already,
-            `update` gives no update or one that picks tokens, or `num_steps` is no depth that all rows share.
+            `update` gives no update or one that picks tokens, or `num_steps` is below 1.
 
     Reference: for recurrence from pretrained layers McLeish et al., 2025, arXiv 2511.07384; the start is ours.
     """
@@ -67,7 +67,7 @@ def graft(
     found = host_layers(model, layers)
     first, end = check_core(core, drop, len(found))
     require_instance("kv", kv := kv or KeepAll(), KVStepPolicy)
-    whole_depth(num_steps)
+    require_whole("num_steps", num_steps, at_least=1)
     made = make_update(update, state_width(model, found[first], dim), like=found[first])
     recurrence = Recurrence(
         RecurrentCore(HostStack(), HostFirst(made) if host_first else made),
@@ -103,6 +103,8 @@ def plant(
         layer.__dict__["_layer"] = index
     model.__class__ = host_class(type(model))
     model.add_module("recurrence", recurrence)
+    if "forward" in vars(model):  # hung there, as accelerate does: it takes the place of the class's
+        vars(model)["forward"] = partial(with_steps(_on_its_own(vars(model)["forward"])), model)
     if hasattr(model, "config"):
         model.config.recurrence = settings
     return model
@@ -117,13 +119,15 @@ def ungraft(model: Any) -> Any:
     if not is_graft(model):
         raise ValueError(f"{type(model).__name__} is no graft: there is nothing to take out.")
     if model.recurrence.tied is not None:
-        raise ValueError("The host's layers share weights now, and their own are gone: load the host again.")
+        raise ValueError(f"{type(model).__name__} was made recursive: the weights of its own layers are gone.")
     for layer in model.modules():
         if hasattr(type(layer), "_original_class"):
             layer.__class__ = original_class(layer)
             for name in ("_seat", "_layer"):
                 layer.__dict__.pop(name, None)
     del model.recurrence
+    if "forward" in vars(model):
+        vars(model)["forward"] = vars(model)["forward"].func.__wrapped__.__wrapped__
     if hasattr(model, "config"):
         del model.config.recurrence
     return model
@@ -156,6 +160,14 @@ def make_update(factory: Callable[[int], DepthUpdate], dim: int, *, like: nn.Mod
             part.start_at_anchor()
     weights = [x for x in like.parameters() if x.is_floating_point()]
     return update.to(weights[0].device, weights[0].dtype) if weights else update
+
+
+def _on_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return forward(*arguments, **keywords)
+
+    return method
 
 
 def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleList:

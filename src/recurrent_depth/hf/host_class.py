@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -20,18 +22,40 @@ class Host:
         return _revive, (self._original_class,), vars(self)
 
 
+class HostList(Host):
+    """A list of layers with a grafted loop, which is no layer of it."""
+
+    def __len__(self) -> int:
+        return super().__len__() - 1  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return islice(super().__iter__(), len(self))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return nn.ModuleList(list(self)[at])
+        return super().__getitem__(at)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @functools.cache
 def host_class(model: type[nn.Module]) -> type[nn.Module]:
     """The class of grafted models of a class: its `forward` takes `num_steps`, and so does `generate`."""
-    own = model.forward
+    own = named_like(model) | {"_original_class": model}
+    if issubclass(model, nn.ModuleList):
+        return type(model.__name__, (HostList, model), own)
+    return type(model.__name__, (Host, model), own | {"forward": with_steps(model.forward)})
 
-    @functools.wraps(own)
-    def forward(self: Any, *arguments: Any, num_steps: int | Depth | None = None, **keywords: Any) -> Any:
+
+def with_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A host's `forward` that takes `num_steps` for the time of a call."""
+
+    @functools.wraps(forward)
+    def deeper(self: Any, *arguments: Any, num_steps: int | Depth | None = None, **keywords: Any) -> Any:
         with self.recurrence.at_depth(num_steps):
-            return own(self, *arguments, **keywords)
+            return forward(self, *arguments, **keywords)
 
-    forward.__signature__ = _with_steps(inspect.signature(own))  # pyright: ignore[reportFunctionMemberAccess]
-    return type(model.__name__, (Host, model), named_like(model) | {"forward": forward, "_original_class": model})
+    deeper.__signature__ = _with_steps(inspect.signature(forward))  # pyright: ignore[reportFunctionMemberAccess]
+    return deeper
 
 
 def _with_steps(signature: inspect.Signature) -> inspect.Signature:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -46,9 +46,11 @@ class Recurrence(nn.Module):
         self.num_steps = num_steps
         self._asked: Depth | None = None
         self._noted: tuple[HostCall, ...] = ()
+        self._anchor: Tensor | None = None
 
     @property
     def gradient_checkpointing(self) -> bool:
+        """Whether each step is recomputed."""
         return self.core.checkpointing
 
     @gradient_checkpointing.setter
@@ -66,16 +68,30 @@ class Recurrence(nn.Module):
         try:
             yield
         finally:
-            self._asked, self._noted = before, ()
+            self._asked, self._noted, self._anchor = before, (), None
 
-    def note(self, index: int, call: HostCall) -> tuple[HostCall, ...]:
-        """Keeps what a layer was called with until the last one was; gives all those noted so far."""
-        self._noted = (*(self._noted if index > 0 else ()), call)
+    def note(self, index: int, anchor: Float[Tensor, "batch token dim"], call: HostCall) -> tuple[HostCall, ...]:
+        """Keeps what a layer was called with until the last one was; gives all those noted so far.
+
+        Raises:
+            ValueError: if the host did something between its layers that a loop cannot repeat: it left one out, or
+                changed the hidden state.
+        """
+        before = self._noted if index > 0 else ()
+        if len(before) != index or (before and anchor is not self._anchor):
+            self._noted, self._anchor = (), None
+            raise ValueError(
+                f"The host did not run layer {self.place.first + index} right behind the one before it: layers are "
+                "left out at random (layerdrop), or the hidden state changes between them. Such layers cannot loop."
+            )
+        self._noted, self._anchor = (*before, call), anchor
         return self._noted
 
-    def forward(self, anchor: Float[Tensor, "batch token dim"], calls: tuple[HostCall, ...]) -> tuple[Any, ...]:
-        """The loop over the layers of `calls`; what the last layer gave, with the loop's outcome as hidden state."""
-        self._noted = ()
+    def forward(
+        self, anchor: Float[Tensor, "batch token dim"], calls: tuple[HostCall, ...]
+    ) -> Float[Tensor, "batch token dim"]:
+        """The loop over the layers of `calls`."""
+        self._noted, self._anchor = (), None
         depth = whole_depth(self.num_steps) if self._asked is None else self._asked
         slots = self._slots(calls, depth.num_steps)
         if slots is None:
@@ -83,7 +99,7 @@ class Recurrence(nn.Module):
         h = self.core(anchor, depth, extra={"calls": calls, "slots": slots})
         if slots is not None:
             slots.close()
-        return (h,)
+        return h
 
     def _slots(self, calls: tuple[HostCall, ...], num_steps: int) -> StepSlots | OwnLayers | None:
         cache = calls[-1].cache

@@ -48,11 +48,9 @@ class Slot:
         x, call = noted(self.run_layer, self._hidden, arguments, keywords)
         seat = self._seat
         recurrence = seat.host.recurrence
-        calls = recurrence.note(seat.index, call)
-        if seat.index + 1 < seat.num_core:
-            return (x, None) if self._tuple else x
-        out = recurrence(x, calls)
-        return out if self._tuple else out[0]
+        calls = recurrence.note(seat.index, x, call)
+        h = recurrence(x, calls) if seat.index + 1 == seat.num_core else x
+        return (h, None) if self._tuple else h  # attentions are no one's: each step has its own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _revive, (original_class(self), slot_class), vars(self)
@@ -113,6 +111,11 @@ def _revive(layer: type[nn.Module], make: Any) -> nn.Module:
 
 def noted(run: Any, hidden: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Tensor, HostCall]:
     """The hidden state among the arguments, and the call without it."""
+    if (arguments[0] if arguments else keywords[hidden]).is_nested:
+        raise ValueError(
+            "The hidden state is a nested tensor, which a loop does not take. An nn.TransformerEncoder makes none with "
+            "`encoder.use_nested_tensor = False`."
+        )
     if arguments:
         return arguments[0], HostCall(run, None, arguments[1:], keywords)
     return keywords[hidden], HostCall(run, hidden, (), {k: v for k, v in keywords.items() if k != hidden})
