@@ -99,6 +99,11 @@ class BytePairs(Tokenizer):
         """As one `tokenizer.json`."""
         self._tokenizer.save(str(path))
 
+    def token_bytes(self) -> np.ndarray:
+        """How many bytes of text each id stands for; none for the sign that ends a document."""
+        names = [self._tokenizer.id_to_token(number) for number in range(self.vocab_size)]
+        return np.array([0 if name == END_OF_TEXT else len(name) for name in names])  # a character of a name is a byte
+
     def encode(self, name: str, content: bytes) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(_text(name, content)).ids, dtype=np.uint32)
 

@@ -1,0 +1,141 @@
+"""The cells on text: every method on the same blocks, width and words, in the order in which their results are useful.
+
+Blocks are GPT-2's for all but the Universal Transformer; Ouro has its second norms, which it cannot do without. Every
+loop stores three blocks, unless its name says otherwise. `1+1×8+1` with a gate is nearest to twelve dense blocks at this
+width and window, counted in executed FLOPs.
+"""
+
+from functools import partial
+
+import torch
+
+import recurrent_depth as rd
+from comparison.parts import Comparison, Full, Method, Protocol, Trials, cost, full_depth, separate_exits
+from comparison.text import TextData
+
+DIM, HEADS, ROWS = 64, 2, 16
+GATED, PLAIN, NAIVE = rd.Layout(1, 1, 8, 1), rd.Layout(1, 1, 10, 1), rd.Layout(0, 3, 4, 0)
+open_gate = partial(rd.gated, bias=0.0)
+
+
+class NoisyState(rd.KeepState):
+    """The blocks see the state with noise on it: a rung of the ladder that no builder has."""
+
+    def forward(self, h, context, step):
+        return h + 0.1 * torch.randn_like(h) if self.training else h
+
+
+def noisy(dim: int) -> rd.ReplaceState:
+    """The plain loop with noise."""
+    return rd.ReplaceState(NoisyState())
+
+
+def ungated(dim: int) -> rd.ReplaceState:
+    """The GRT without its gate: noise and the anchor's projection."""
+    return rd.ReplaceState(rd.ConcatProjection(dim, noise=rd.GaussianNoise(0.1)))
+
+
+def grt(layout: rd.Layout = GATED, update=open_gate, **settings) -> Method:
+    """A variant of the GRT, which takes its learning rate."""
+    label = settings.pop("label", f"GRT {layout}")
+    return Method(label, partial(rd.grt, layout, update=update), **{"rate_of": "grt", **settings})
+
+
+def heavy_tail(model: rd.RecurrentTransformer, seed: int) -> rd.DepthSampler:
+    """Huginn's, with draws that average full depth; the last half of the steps learns."""
+    full = model.layout.num_steps
+    return rd.PoissonLogNormalDepth(mean=full - 1, grad_steps=full // 2, seed=seed)
+
+
+def per_row(model: rd.RecurrentTransformer, seed: int) -> rd.DepthSampler:
+    """Parcae's."""
+    full = model.layout.num_steps
+    return rd.PoissonDepthPerRow(mean=full, num_rows=ROWS, grad_steps=full // 2, seed=seed)
+
+
+def shorter(model: rd.RecurrentTransformer, seed: int) -> rd.DepthSampler:
+    """LoopFormer's: the shallower of its two runs."""
+    return rd.UniformDepth(model.layout.num_steps - 1, seed=seed)
+
+
+def learned_exits(model: rd.RecurrentTransformer) -> rd.WithObjective:
+    """Ouro's first stage."""
+    return rd.WithObjective(model, rd.ExpectedExitLoss(rd.LearnedExit(DIM)), every_step=True)
+
+
+def every_exit(model: rd.RecurrentTransformer) -> rd.WithObjective:
+    """All exits alike."""
+    return rd.WithObjective(model, rd.every_step_loss, every_step=True)
+
+
+def both_runs(model: rd.RecurrentTransformer, depth: rd.Depth, length: int) -> float:
+    """What LoopFormer's loss costs: a run at full depth beside the shallower one."""
+    return cost(model, rd.Depth(model.layout.num_steps), length) + cost(model, depth, length)
+
+
+every_step_cost = partial(cost, every_step=True)
+sandwich = partial(rd.GPT2Form, arrangement=rd.BranchSandwich)
+halted_gate = partial(rd.halted, inner=open_gate, bias=-3.0)
+
+FIRST = {
+    "dense-12": Method("dense, 12 blocks", partial(rd.dense, 12)),
+    "three-blocks": Method("three blocks, run once", partial(rd.dense, 3)),
+    "naive": Method("naive loop", partial(rd.naive, NAIVE)),
+    "grt": grt(label="GRT, bias 0", rate_of=None),
+}
+OTHERS = {
+    "huginn": Method("Huginn, heavy tail", partial(rd.huginn, GATED, form=rd.GPT2Form), heavy_tail, init_std=None),
+    "mor": Method("MoR, expert choice", partial(rd.mor, PLAIN), full_depth),
+    "rrt": Method("RRT, rank 4", partial(rd.rrt, NAIVE, rank=4)),
+    "ouro": Method("Ouro", partial(rd.ouro, NAIVE, form=sandwich), full_depth, learned_exits, every_step_cost),
+    "grt-isoparams": grt(rd.Layout(1, 10, 2, 1), label="GRT, isoPARAMS", rate_of=None),
+    "naive-isoparams": Method("naive loop, isoPARAMS", partial(rd.naive, rd.Layout(0, 12, 2, 0))),
+    "mod": Method("MoD", partial(rd.mod, PLAIN), full_depth),
+    "universal": Method("Universal Transformer, ACT", partial(rd.universal, NAIVE), full_depth),
+    "albert": Method("ALBERT", partial(rd.albert, 12, inner_dim=32)),
+    "parcae": Method("Parcae", partial(rd.parcae, PLAIN, form=rd.GPT2Form), per_row),
+    "mesh": Method("MeSH", partial(rd.mesh, PLAIN), full_depth),
+    "loopformer": Method(
+        "LoopFormer", partial(rd.loopformer, NAIVE), shorter, rd.WithConsistency, both_runs, separate_exits
+    ),
+    "ple": Method("embeddings per step", partial(rd.ple, NAIVE, size=16)),
+}
+ABLATIONS = {
+    "grt-bias-2": grt(update=partial(rd.gated, bias=2.0), label="GRT, bias 2"),
+    "grt-bias-4": grt(update=partial(rd.gated, bias=4.0), label="GRT, bias 4"),
+    "grt-full-depth": grt(sampler=full_depth, label="GRT, always full depth"),
+    "ladder-ends": grt(update=rd.plain, label="+ prelude and coda"),
+    "ladder-noise": grt(update=noisy, label="+ state noise"),
+    "ladder-anchor": grt(update=ungated, label="+ anchor (GRT without gate)"),
+    "ungated-full-depth": grt(update=ungated, sampler=full_depth, label="GRT without gate, always full depth"),
+    "grt-no-noise": grt(update=partial(open_gate, state_noise=0.0, gate_noise=0.0), label="GRT without noise"),
+    "grt-every-exit": grt(
+        sampler=full_depth, objective=every_exit, cost=every_step_cost, label="GRT, a loss at every exit"
+    ),
+    "grt-act": grt(update=halted_gate, sampler=full_depth, label="gate × ACT"),
+}
+SPLITS = {
+    f"split-{layout.prelude}-{layout.core}x{layout.num_steps}-{layout.coda}": grt(layout)
+    for layout in (rd.Layout(0, 3, 3, 0), rd.Layout(1, 2, 4, 0), rd.Layout(0, 2, 4, 1), rd.Layout(2, 1, 8, 0))
+}
+
+
+def plan() -> tuple[Trials | Full, ...]:
+    """The first four with three seeds, then one seed of everything, then a second."""
+    first = [Trials(name) for name in FIRST] + [Full(name, seed) for seed in range(3) for name in FIRST]
+    others = [cell for name in OTHERS for cell in (Trials(name), Full(name, 0))]
+    varied = [Full(name, 0) for name in (*ABLATIONS, *SPLITS)]
+    again = [Full(name, 1) for name in (*OTHERS, *ABLATIONS, *SPLITS)]
+    return (*first, *others, *varied, *again)
+
+
+COMPARISON = Comparison(
+    data=TextData(num_rows=ROWS),
+    methods={**FIRST, **OTHERS, **ABLATIONS, **SPLITS},
+    protocol=Protocol(budgets=(1464, 2928, 5856)),  # 3, 6 and 12 million tokens
+    plan=plan(),
+    dim=DIM,
+    num_heads=HEADS,
+    baseline="dense-12",
+    floor="three-blocks",
+)

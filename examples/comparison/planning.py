@@ -1,0 +1,77 @@
+"""Which runs the plan asks for, and which of them can be begun: a full run needs the trials that choose its rate."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from comparison.parts import Comparison, Full, Run, Trials
+from comparison.running import result_path
+
+
+def read_result(out: Path, run: Run, budget: int) -> dict[str, Any] | None:
+    """The result of a run at a budget, if it is there."""
+    path = result_path(out / run.name, budget)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def is_done(comparison: Comparison, out: Path, run: Run) -> bool:
+    """Whether all of its budgets have a result."""
+    budgets = comparison.protocol.budgets[: run.num_budgets]
+    return all(result_path(out / run.name, budget).exists() for budget in budgets)
+
+
+def trials(comparison: Comparison, method: str) -> list[Run]:
+    """The trials of the learning rate that a method goes by: its own, or those of the method that it varies."""
+    owner = comparison.methods[method].rate_of or method
+    return [Run(owner, rate, _trial_seed(comparison, owner), 1) for rate in comparison.protocol.rates]
+
+
+def best_rate(comparison: Comparison, out: Path, method: str) -> float | None:
+    """The rate of the best trial; None until all are done."""
+    results = [(run, read_result(out, run, comparison.protocol.budgets[0])) for run in trials(comparison, method)]
+    if any(result is None for _, result in results):
+        return None
+    scores = {run.rate: _score(comparison, result) for run, result in results if result is not None}
+    return min(scores, key=lambda rate: scores[rate])
+
+
+def runs_of(comparison: Comparison, out: Path, cell: Trials | Full) -> list[Run] | None:
+    """The runs that a cell of the plan stands for; None while its learning rate is not known."""
+    if isinstance(cell, Trials):
+        return trials(comparison, cell.method)
+    rate = best_rate(comparison, out, cell.method)
+    return None if rate is None else [Run(cell.method, rate, cell.seed, len(comparison.protocol.budgets))]
+
+
+def known_runs(comparison: Comparison, out: Path) -> Iterator[Run]:
+    """All runs that can be named by now, in the plan's order."""
+    for cell in comparison.plan:
+        yield from runs_of(comparison, out, cell) or ()
+
+
+def num_unknown(comparison: Comparison, out: Path) -> int:
+    """How many cells still wait for their learning rate."""
+    return sum(runs_of(comparison, out, cell) is None for cell in comparison.plan)
+
+
+def find_run(comparison: Comparison, out: Path, name: str) -> Run:
+    """The run of this name, with as many budgets as the plan asks for.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    found = [run for run in known_runs(comparison, out) if run.name == name]
+    if not found:
+        raise ValueError(f"{name} is no run of the plan that can be begun.")
+    return max(found, key=lambda run: run.num_budgets)
+
+
+def _trial_seed(comparison: Comparison, method: str) -> int:
+    seeds = [cell.seed for cell in comparison.plan if isinstance(cell, Full) and cell.method == method]
+    return seeds[0] if seeds else 0
+
+
+def _score(comparison: Comparison, result: dict[str, Any]) -> float:
+    return math.inf if "diverged" in result else comparison.data.score(result["measured"])

@@ -1,0 +1,129 @@
+"""Text to compare on: a local byte-pair encoding, batches, and bits per byte on everything held out."""
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from data import Corpus, batch, require_window, standard_library, text, tokenize
+from tokens import BytePairs
+from torch import Tensor, nn
+
+import recurrent_depth as rd
+from comparison.parts import Data, Method
+
+NUM_PARTS = 128  # the held-out text is measured in so many parts of neighbouring windows, by which methods are paired
+ROWS_AT_ONCE = 32
+
+
+@dataclass
+class TextData(Data):
+    """Next-token prediction on text files.
+
+    Every held-out token is predicted once: windows share one token with the next, which is context alone.
+
+    Args:
+        folder: of text files; by default the Python standard library of this machine.
+        vocab_size: tokens of the byte-pair encoding, which is trained on the text.
+        length: tokens of a window.
+        num_rows: windows of a batch.
+        most_held_out: at most so many held-out windows are measured.
+    """
+
+    folder: Path | None = None
+    vocab_size: int = 1024
+    length: int = 128
+    num_rows: int = 16
+    most_held_out: int = 1 << 30
+    opened: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def reading(self, folder: Path) -> "TextData":
+        """The same with another folder of text."""
+        return replace(self, folder=folder, opened={})
+
+    def sizes(self) -> tuple[int, int]:
+        return self.vocab_size, self.length
+
+    def open(self, folder: Path) -> dict[str, Any]:
+        about = folder / "text.json"
+        if not about.exists():
+            self._prepare(folder)
+        said = json.loads(about.read_text())
+        if said["asked"] != self._asked():
+            raise ValueError(f"{folder} holds {said['asked']}, but {self._asked()} is asked for: give another folder.")
+        arrays = {name: np.load(folder / f"{name}.npy") for name in ("train", "held_out", "token_bytes")}
+        self.opened = {**arrays, **said}
+        return {"checksum": said["checksum"], "vocab_size": self.vocab_size, "window": [self.num_rows, self.length]}
+
+    def batch(self, step: int, seed: int) -> tuple[Tensor]:
+        return (batch(self.opened["train"], step, seed=seed, num_rows=self.num_rows, length=self.length),)
+
+    def objective(self, method: Method, model: rd.RecurrentTransformer) -> nn.Module:
+        return method.objective(model)
+
+    @torch.no_grad()
+    def measure(self, method: Method, model: rd.RecurrentTransformer) -> dict[str, Any]:
+        windows = self._windows()
+        nats = torch.cat([self._nats(method, model, part) for part in windows.split(ROWS_AT_ONCE)], 1).double()
+        num_bytes = torch.from_numpy(self.opened["token_bytes"])[windows[:, 1:]].sum(1).double()
+        groups = torch.arange(len(windows)) * min(NUM_PARTS, len(windows)) // len(windows)
+        grouped = torch.zeros(len(nats), int(groups.max()) + 1, dtype=torch.double).index_add(1, groups, nats)
+        of_group = torch.zeros(grouped.shape[1], dtype=torch.double).index_add(0, groups, num_bytes)
+        bits = grouped / of_group / math.log(2)
+        exits = nats.sum(1) / num_bytes.sum() / math.log(2)
+        return {
+            "exits": _rounded(exits),
+            "first_parts": _rounded(bits[0]),
+            "last_parts": _rounded(bits[-1]),
+            "part_bytes": [int(n) for n in of_group],
+        }
+
+    def score(self, measured: dict[str, Any]) -> float:
+        return measured["exits"][-1]
+
+    def _nats(self, method: Method, model: rd.RecurrentTransformer, windows: Tensor) -> Tensor:
+        """The loss of each window after each step, summed over its tokens."""
+        targets = windows[:, 1:].flatten()
+        return torch.stack(
+            [
+                F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none").view(len(windows), -1).sum(1)
+                for logits in method.exits(model, windows, model.layout.num_steps)
+            ]
+        )
+
+    def _windows(self) -> Tensor:
+        tokens, stride = self.opened["held_out"], self.length - 1
+        number = min((len(tokens) - 1) // stride, self.most_held_out)
+        places = np.arange(number)[:, None] * stride + np.arange(self.length)
+        return torch.from_numpy(tokens[places].astype(np.int64))
+
+    def _asked(self) -> dict[str, Any]:
+        source = "the Python standard library" if self.folder is None else str(self.folder)
+        return {"source": source, "vocab_size": self.vocab_size}
+
+    def _prepare(self, folder: Path) -> None:
+        documents = standard_library() if self.folder is None else text(self.folder)
+        tokenizer = BytePairs.train(documents.train, self.vocab_size)
+        corpus = tokenize(documents, tokenizer)
+        require_window(corpus, self.length)
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(folder / "tokenizer.json")
+        np.save(folder / "train.npy", corpus.train)
+        np.save(folder / "held_out.npy", corpus.held_out)
+        np.save(folder / "token_bytes.npy", tokenizer.token_bytes())
+        about = folder / "text.json.tmp"  # written last: what is there is whole
+        about.write_text(json.dumps({"asked": self._asked(), **_told(corpus)}, indent=1))
+        about.replace(folder / "text.json")
+
+
+def _told(corpus: Corpus) -> dict[str, Any]:
+    numbers = {"train_tokens": corpus.train.size, "held_out_tokens": corpus.held_out.size}
+    return {"checksum": corpus.checksum, "bytes_per_token": corpus.bytes_per_token, **numbers}
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 6) for value in values.tolist()]

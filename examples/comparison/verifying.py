@@ -1,0 +1,2 @@
+def verify(*a, **k):
+    raise NotImplementedError

@@ -1,0 +1,86 @@
+"""Runs the plan: several runs side by side, each in a process of one thread, with the time that is left."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from journal import read_journal
+
+from comparison.parts import Comparison, Run
+from comparison.planning import is_done, known_runs, num_unknown
+
+POLL_SECONDS = 1.0
+
+
+class Worker:
+    """A process that trains one run; what it says goes to `output.txt` in the run's folder."""
+
+    def __init__(self, run: Run, out: Path, command: list[str]):
+        self.run, folder = run, out / run.name
+        folder.mkdir(parents=True, exist_ok=True)
+        self._output = (folder / "output.txt").open("a")
+        arguments = ["--only", run.name, "--budgets", str(run.num_budgets)]
+        self._process = subprocess.Popen(
+            [sys.executable, *command, *arguments], stdout=self._output, stderr=subprocess.STDOUT
+        )
+
+    def code(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
+
+def work(comparison: Comparison, out: Path, command: list[str], *, jobs: int, say: Callable[[str], None]) -> list[Run]:
+    """Runs all that is missing; returns the runs that failed.
+
+    A run whose learning rate is not known waits for its trials; others go before it meanwhile.
+    """
+    workers: list[Worker] = []
+    failed: list[Run] = []
+    said = 0.0
+    while True:
+        for worker in [worker for worker in workers if worker.code() is not None]:
+            workers.remove(worker)
+            if worker.code():
+                failed.append(worker.run)
+            say(f"{worker.run.name}: {'failed, see its output.txt' if worker.code() else 'done'}")
+        busy = {worker.run.name for worker in workers} | {run.name for run in failed}
+        waiting = [
+            run for run in known_runs(comparison, out) if run.name not in busy and not is_done(comparison, out, run)
+        ]
+        for run in _distinct(waiting)[: jobs - len(workers)]:
+            say(f"{run.name}: begins")
+            workers.append(Worker(run, out, command))
+        if not workers:
+            return failed
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            say(progress(comparison, out, jobs))
+        time.sleep(POLL_SECONDS)
+
+
+def progress(comparison: Comparison, out: Path, jobs: int) -> str:
+    """Steps done and to do, and the time left at the speed so far."""
+    done = total = 0
+    seconds = 0.0
+    for run in _longest(list(known_runs(comparison, out))):
+        records = [record for path in (out / run.name).glob("*/log.jsonl") for record in read_journal(path)]
+        done, total = done + len(records), total + comparison.protocol.steps(run.num_budgets)
+        seconds += sum(record["seconds"] for record in records)
+    unknown = num_unknown(comparison, out)
+    total += unknown * comparison.protocol.steps(len(comparison.protocol.budgets))
+    left = f"about {(total - done) * seconds / done / jobs / 3600:.1f} hours left" if done else "time left not known"
+    return f"{done:,} of {total:,} steps, {left} with {jobs} at a time"
+
+
+def _distinct(runs: list[Run]) -> list[Run]:
+    return list({run.name: run for run in reversed(runs)}.values())[::-1]
+
+
+def _longest(runs: list[Run]) -> list[Run]:
+    return [max((run for run in runs if run.name == name), key=lambda run: run.num_budgets) for name in _names(runs)]
+
+
+def _names(runs: list[Run]) -> list[str]:
+    return list(dict.fromkeys(run.name for run in runs))
