@@ -1,6 +1,6 @@
 """The configuration of a looped model, as Hugging Face's libraries read, write and load it."""
 
-from typing import Any
+from typing import Any, no_type_check
 
 from transformers import PreTrainedConfig
 
@@ -9,6 +9,7 @@ from recurrent_depth.hf.parts import Named, build, builder_of, part_of, policy_o
 from recurrent_depth.initialisation import initialise
 
 
+@no_type_check  # transformers makes an __init__ of the fields below that takes whatever else it is given, too
 class RecurrentDepthConfig(PreTrainedConfig):
     """What a looped model is made of, in words and numbers that JSON holds.
 
