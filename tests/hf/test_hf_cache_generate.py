@@ -38,6 +38,7 @@ def grafted(name: str, policy: str) -> PreTrainedModel:
     model = host(name)
     graft(model, range(1, 4), 3, kv=POLICIES[policy](model))
     randomise(model.recurrence.core)
+    model.generation_config.eos_token_id = None  # llama's would be 2
     return model.eval()
 
 

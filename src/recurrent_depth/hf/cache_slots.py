@@ -34,25 +34,31 @@ class DynamicSlot(CacheSlot):
 
     def __init__(self, layer: Any):
         self.layer, self.before = layer, _state(layer)
+        self.length: int | None = None  # of the past, where it is to be cut from what was joined
+        self.written = False
 
     def show(self, new: KeysValues, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The past joined with the new tokens."""
-        vars(self.layer).update(self.before)
+        if self.written:
+            vars(self.layer).update(self.past())
+        keys = self.layer.keys
         shown = self.layer.update(*new, *args, **kwargs)
-        self._let_go()
+        if not self.layer.is_sliding and keys is not None and keys.numel():
+            # A window drops some of the past; without one it is in memory once, as it is without a loop.
+            self.length, self.before["keys"], self.before["values"] = keys.shape[-2], None, None
+        self.written = True
         return shown
 
-    def _let_go(self) -> None:
-        """Takes the past from what was joined, so that no other copy of it stays; a window has dropped some of it."""
-        keys = self.before["keys"]
-        if keys is not None and keys.numel() and not self.layer.is_sliding:
-            past = {name: getattr(self.layer, name)[:, :, : keys.shape[-2]] for name in ("keys", "values")}
-            self.before.update(past)
+    def past(self) -> dict[str, Any]:
+        """What the layer held before the forward."""
+        if self.length is None:
+            return self.before
+        return self.before | {name: getattr(self.layer, name)[:, :, : self.length] for name in ("keys", "values")}
 
     def mask_sizes(self, num_new: int) -> tuple[int, int]:
         """Those of the past and so many new tokens."""
         now = _state(self.layer)
-        vars(self.layer).update(self.before)
+        vars(self.layer).update(self.past())
         sizes = self.layer.get_mask_sizes(num_new)
         vars(self.layer).update(now)
         return sizes
@@ -64,8 +70,9 @@ class DynamicSlot(CacheSlot):
 
     def fill(self, empty: Any) -> None:
         """Shares the tensors: they are never written to."""
-        empty.lazy_initialization(self.before["keys"], self.before["values"])
-        vars(empty).update(self.before)
+        past = self.past()
+        empty.lazy_initialization(past["keys"], past["values"])
+        vars(empty).update(past)
 
 
 class StaticSlot(CacheSlot):
