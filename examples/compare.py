@@ -5,8 +5,8 @@
     python examples/compare.py --out runs/compare --publish docs/results/comparison
     python examples/compare.py --out runs/compare --verify docs/results/comparison/cells/grt-lr0.003-seed0.json
 
-Kill it whenever you like: the same command goes on, cell by cell and inside each cell, and nothing is lost. Options such
-as --text must be the same in every call.
+Kill it whenever you like: the same command goes on, cell by cell and inside each cell, and nothing is lost. What is
+compared and on which text must be the same in every call.
 """
 
 import os
@@ -16,14 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
-for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # before torch is there: each process has one core
-    os.environ[name] = "1"
-
 import torch
 import tyro
 from comparison.parts import Comparison
 from comparison.planning import find_run
-from comparison.publishing import publish
 from comparison.running import Running
 from comparison.verifying import verify
 from comparison.working import progress, work
@@ -78,7 +74,7 @@ def main(arguments: Arguments) -> int:
     if arguments.verify is not None:
         return verify(comparison, arguments.verify, arguments.out, tolerance=arguments.tolerance, say=_say)
     if arguments.publish is not None:
-        print(publish(comparison, arguments.out, arguments.publish))
+        print(comparison.publish(comparison, arguments.out, arguments.publish))
         return 0
     if arguments.status:
         print(progress(comparison, arguments.out, arguments.jobs))

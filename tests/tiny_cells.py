@@ -2,9 +2,11 @@
 
 from functools import partial
 
-import recurrent_depth as rd
 from comparison.parts import Comparison, Full, Method, Protocol, Trials, cost, full_depth
+from comparison.publishing import publish
 from comparison.text import TextData
+
+import recurrent_depth as rd
 
 GATED = rd.Layout(1, 1, 3, 1)
 METHODS = {
@@ -29,4 +31,6 @@ COMPARISON = Comparison(
     num_heads=2,
     baseline="dense",
     floor="blocks",
+    publish=publish,
+    pairs=(("grt", "dense"), ("every", "grt")),
 )

@@ -1,8 +1,8 @@
 """The cells on text: every method on the same blocks, width and words, in the order in which their results are useful.
 
 Blocks are GPT-2's for all but the Universal Transformer; Ouro has its second norms, which it cannot do without. Every
-loop stores three blocks, unless its name says otherwise. `1+1×8+1` with a gate is nearest to twelve dense blocks at this
-width and window, counted in executed FLOPs.
+loop stores three blocks, unless its name says otherwise. `1+1×8+1` with a gate is nearest to twelve dense blocks at
+this width and window, counted in executed FLOPs.
 """
 
 from functools import partial
@@ -11,6 +11,7 @@ import torch
 
 import recurrent_depth as rd
 from comparison.parts import Comparison, Full, Method, Protocol, Trials, cost, full_depth, separate_exits
+from comparison.publishing import publish
 from comparison.text import TextData
 
 DIM, HEADS, ROWS = 64, 2, 16
@@ -118,6 +119,25 @@ SPLITS = {
     f"split-{layout.prelude}-{layout.core}x{layout.num_steps}-{layout.coda}": grt(layout)
     for layout in (rd.Layout(0, 3, 3, 0), rd.Layout(1, 2, 4, 0), rd.Layout(0, 2, 4, 1), rd.Layout(2, 1, 8, 0))
 }
+PAIRS = (
+    ("grt", "naive"),
+    ("grt", "dense-12"),
+    ("naive", "dense-12"),
+    ("naive", "three-blocks"),
+    *(("grt", other) for other in ("huginn", "mor", "rrt", "ouro")),
+    ("grt-isoparams", "dense-12"),
+    ("grt-isoparams", "naive-isoparams"),
+    ("ladder-ends", "naive"),
+    ("ladder-noise", "ladder-ends"),
+    ("ladder-anchor", "ladder-noise"),
+    ("grt", "ladder-anchor"),
+    ("grt", "grt-full-depth"),
+    ("ladder-anchor", "ungated-full-depth"),
+    ("grt-full-depth", "ungated-full-depth"),
+    ("grt-bias-4", "grt"),
+    ("grt-act", "grt-full-depth"),
+)
+"""GRT against the others; the ladder, rung by rung; and gate × sampled depth, which is a square of four of these."""
 
 
 def plan() -> tuple[Trials | Full, ...]:
@@ -138,4 +158,6 @@ COMPARISON = Comparison(
     num_heads=HEADS,
     baseline="dense-12",
     floor="three-blocks",
+    publish=publish,
+    pairs=PAIRS,
 )

@@ -131,6 +131,10 @@ class Data(abc.ABC):
         """How many tokens there are, and how many a sequence has."""
 
     @abc.abstractmethod
+    def batch_tokens(self) -> int:
+        """How many tokens a step trains on."""
+
+    @abc.abstractmethod
     def open(self, folder: Path) -> dict[str, Any]:
         """Makes it ready, in `folder` if it needs one; returns what identifies it."""
 
@@ -190,6 +194,8 @@ class Comparison(NamedTuple):
         num_heads: attention heads.
         baseline: the method that the others are set beside.
         floor: the method with the same stored blocks run once; the headroom is its loss less the baseline's.
+        publish: writes the report, called with the comparison, the folder of its runs, and where to write.
+        pairs: methods whose difference is a finding, the second taken from the first.
         compile: compile the loop's step; at small width on CPUs that gains nothing.
     """
 
@@ -201,6 +207,8 @@ class Comparison(NamedTuple):
     num_heads: int
     baseline: str
     floor: str
+    publish: Callable[["Comparison", Path, Path], str]
+    pairs: tuple[tuple[str, str], ...] = ()
     compile: bool = False
 
     def sizes(self) -> Sizes:

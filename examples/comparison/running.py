@@ -32,7 +32,7 @@ class Stage(NamedTuple):
     factor: Callable[[int], float]
 
 
-class Diverged(Exception):
+class DivergedError(Exception):
     """The loss or its gradient is no finite number."""
 
 
@@ -73,7 +73,7 @@ class Running:
         try:
             self.advance(trunk)
             self.advance(cooldown, fork_of=trunk)
-        except Diverged as error:
+        except DivergedError as error:
             return {**self.about(budget), "diverged": str(error)}
         self.model.eval()
         measured = self.data.measure(self.method, self.model)
@@ -124,7 +124,7 @@ class Running:
         """One optimizer step at one depth.
 
         Raises:
-            Diverged: if the loss or its gradient is no finite number.
+            DivergedError: if the loss or its gradient is no finite number.
         """
         started, depth = time.process_time(), self.sampler(self.step)  # of the core, whoever else runs on it
         for group in self.optimizer.param_groups:
@@ -135,7 +135,7 @@ class Running:
         loss = loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.trained.parameters(), self.comparison.protocol.clip)
         if not math.isfinite(float(loss)) or not math.isfinite(float(norm)):
-            raise Diverged(f"loss {float(loss)}, norm of the gradient {float(norm)} at step {self.step + 1}")
+            raise DivergedError(f"loss {float(loss)}, norm of the gradient {float(norm)} at step {self.step + 1}")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -153,11 +153,10 @@ class Running:
     def about(self, budget: int) -> dict[str, Any]:
         """What is known before training."""
         model, length = self.model, self.comparison.sizes().context_length
-        batch = self.data.batch(0, self.run.seed)[0]
         return {
             **self.run._asdict(),
             "budget": budget,
-            "tokens": budget * batch.numel(),
+            "tokens": budget * self.data.batch_tokens(),
             "layout": str(model.layout),
             "parameters": accounting.num_parameters(model),
             "non_embedding": accounting.num_non_embedding_parameters(model),

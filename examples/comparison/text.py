@@ -48,6 +48,9 @@ class TextData(Data):
     def sizes(self) -> tuple[int, int]:
         return self.vocab_size, self.length
 
+    def batch_tokens(self) -> int:
+        return self.num_rows * self.length
+
     def open(self, folder: Path) -> dict[str, Any]:
         about = folder / "text.json"
         if not about.exists():

@@ -1,0 +1,97 @@
+"""The results of a comparison on text, method by method and budget by budget, as the tables and plots need them."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from comparison import statistics
+from comparison.parts import Comparison, Full, Run
+from comparison.planning import best_rate, read_result, trials
+from comparison.statistics import Estimate, Result
+
+
+class Row(NamedTuple):
+    """One method.
+
+    Attributes:
+        name: of the method.
+        label: its name in tables.
+        num_seeds: how many the plan asks for.
+        rate: the learning rate that the trials chose; None while that is open.
+        budgets: for each budget, the results of the seeds that are done.
+        trials: the loss of each rate's trial; None while it is open, infinite where it diverged.
+    """
+
+    name: str
+    label: str
+    num_seeds: int
+    rate: float | None
+    budgets: list[list[Result]]
+    trials: dict[float, float | None]
+
+    @property
+    def longest(self) -> list[Result]:
+        """Those of the longest budget that has any."""
+        return next((group for group in reversed(self.budgets) if group), [])
+
+
+class Table(NamedTuple):
+    """All methods, and what is needed to judge them at the last budget.
+
+    Attributes:
+        rows: in the order of the plan.
+        spreads: the pooled standard deviation over seeds at each budget.
+        gain_spreads: that of depth gains.
+    """
+
+    rows: dict[str, Row]
+    spreads: list[float | None]
+    gain_spreads: list[float | None]
+
+    def difference(self, some: str, others: str, budget: int) -> Estimate | None:
+        """Between two methods at the budget of this number; None while one is open."""
+        groups = [self.rows[name].budgets[budget] for name in (some, others)]
+        return statistics.difference(*groups, self.spreads[budget]) if all(groups) else None
+
+    def depth_gain(self, name: str, budget: int) -> Estimate | None:
+        """Of a loop; None while it is open."""
+        group = self.rows[name].budgets[budget]
+        if not group or len(group[0]["measured"]["exits"]) == 1:
+            return None
+        return statistics.depth_gain(group, self.gain_spreads[budget])
+
+
+def collect(comparison: Comparison, out: Path) -> Table:
+    """Everything there is by now."""
+    names = dict.fromkeys(cell.method for cell in comparison.plan)
+    rows = {name: _row(comparison, out, name) for name in names}
+    numbers = range(len(comparison.protocol.budgets))
+    groups = [[row.budgets[number] for row in rows.values()] for number in numbers]
+    return Table(
+        rows,
+        [statistics.pooled_spread(group) for group in groups],
+        [statistics.pooled_spread(group, statistics.gain) for group in groups],
+    )
+
+
+def _row(comparison: Comparison, out: Path, name: str) -> Row:
+    rate = best_rate(comparison, out, name)
+    seeds = [cell.seed for cell in comparison.plan if isinstance(cell, Full) and cell.method == name]
+    budgets = [
+        [] if rate is None else _finished(out, [Run(name, rate, seed, number + 1) for seed in seeds], budget)
+        for number, budget in enumerate(comparison.protocol.budgets)
+    ]
+    first = comparison.protocol.budgets[0]
+    own = [] if comparison.methods[name].rate_of else trials(comparison, name)
+    tried = {run.rate: _loss(read_result(out, run, first)) for run in own}
+    return Row(name, comparison.methods[name].label, len(seeds), rate, budgets, tried)
+
+
+def _finished(out: Path, runs: list[Run], budget: int) -> list[Result]:
+    results = [read_result(out, run, budget) for run in runs]
+    return [result for result in results if result is not None and "diverged" not in result]
+
+
+def _loss(result: dict[str, Any] | None) -> float | None:
+    if result is None:
+        return None
+    return float("inf") if "diverged" in result else statistics.loss(result)

@@ -1,0 +1,105 @@
+"""The second panel, where depth is needed: a few methods on a puzzle, and its report."""
+
+import json
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from plots import COLORS
+
+from comparison.figures import MARKERS, STYLE
+from comparison.language import FIRST, grt, ungated
+from comparison.parts import Comparison, Full, Protocol, Run, Trials
+from comparison.planning import best_rate, read_result
+from comparison.publishing import copy_cells
+from comparison.puzzles import Puzzle, PuzzleData
+
+METHODS = {**FIRST, "ungated": grt(update=ungated, label="GRT without gate", rate_of=None)}
+SEEDS = (0, 1)
+
+
+def panel(puzzle: Puzzle) -> Comparison:
+    """The methods on one puzzle."""
+    trials = [Trials(name) for name in METHODS]
+    return Comparison(
+        data=PuzzleData(puzzle),
+        methods=METHODS,
+        protocol=Protocol(budgets=(1464, 5856)),
+        plan=(*trials, *(Full(name, seed) for seed in SEEDS for name in METHODS)),
+        dim=64,
+        num_heads=2,
+        baseline="dense-12",
+        floor="three-blocks",
+        publish=publish,
+    )
+
+
+def publish(comparison: Comparison, out: Path, folder: Path) -> str:
+    """Writes accuracy by steps asked for and steps taken: a table, JSON, a plot. Returns the table."""
+    copy_cells(comparison, out, folder / "cells")
+    done = _accuracies(comparison, out)
+    (folder / "results.json").write_text(json.dumps(done, indent=1) + "\n")
+    text = _table(comparison, done)
+    (folder / "tables.md").write_text(text)
+    _draw(comparison, done, folder / "accuracy.png")
+    return text
+
+
+def _accuracies(comparison: Comparison, out: Path) -> dict[str, dict]:
+    """The mean over seeds of (depth, hops), by method; of those that are done."""
+    found, last = {}, len(comparison.protocol.budgets)
+    for name in comparison.methods:
+        rate = best_rate(comparison, out, name)
+        runs = [] if rate is None else [Run(name, rate, seed, last) for seed in SEEDS]
+        results = [read_result(out, run, comparison.protocol.budgets[-1]) for run in runs]
+        measured = [result["measured"] for result in results if result is not None and "measured" in result]
+        if measured:
+            mean = np.mean([one["accuracy"] for one in measured], axis=0).tolist()
+            found[name] = {"accuracy": mean, "full": measured[0]["full"], "num_seeds": len(measured)}
+    return found
+
+
+def _table(comparison: Comparison, done: dict[str, dict]) -> str:
+    hops = range(1, _puzzle(comparison).max_hops + 1)
+    lines = ["| method, at full depth | seeds | " + " | ".join(f"k = {k}" for k in hops) + " |"]
+    lines.append("|" + " --- |" * (len(hops) + 2))
+    for name, method in comparison.methods.items():
+        one = done.get(name)
+        cells = ["open"] * len(hops) if one is None else [f"{value:.3f}" for value in one["accuracy"][one["full"] - 1]]
+        seeds = f"{one['num_seeds'] if one else 0} of {len(SEEDS)}"
+        lines.append(f"| {method.label} | {seeds} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _draw(comparison: Comparison, done: dict[str, dict], path: Path) -> None:
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for number, (name, one) in enumerate(done.items()):
+            look = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number]}
+            _draw_one(left, right, comparison.methods[name].label, one, look)
+        puzzle = _puzzle(comparison)
+        for axes in (left, right):
+            axes.axhline(puzzle.chance, color="gray", linestyle=":")
+        left.set(xlabel="steps k that the question asks for", ylabel="accuracy", title=f"{puzzle.name}, full depth")
+        right.set(xlabel="steps of the loop taken", title="mean over k; rings at full depth")
+        if done:
+            left.legend(edgecolor="none")
+        figure.savefig(path, dpi=130)
+
+
+def _draw_one(left: Axes, right: Axes, label: str, one: dict, look: dict[str, str]) -> None:
+    full, accuracy = one["full"], one["accuracy"]
+    left.plot(range(1, len(accuracy[0]) + 1), accuracy[full - 1], label=label, **look)
+    means = [sum(of_depth) / len(of_depth) for of_depth in accuracy]
+    if len(means) == 1:
+        right.axhline(means[0], color=look["color"], linestyle="--")
+        return
+    right.plot(range(1, len(means) + 1), means, **look)
+    right.plot([full], [means[full - 1]], "o", color=look["color"], markersize=13, fillstyle="none")
+
+
+def _puzzle(comparison: Comparison) -> Puzzle:
+    return comparison.data.puzzle

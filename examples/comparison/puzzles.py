@@ -1,0 +1,184 @@
+"""Tasks whose answers take as many steps in a row as the question says: where depth is needed, and how much of it."""
+
+import abc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import recurrent_depth as rd
+from comparison.parts import Data, Method
+
+IGNORED = -100
+TEST_SEED = 2**31
+
+
+class Puzzle(abc.ABC):
+    """Questions that take 1 to `max_hops` steps.
+
+    Attributes:
+        name: in titles.
+        max_hops: the most steps of a question.
+        num_tokens: how many tokens there are.
+        length: tokens of a sequence.
+        chance: accuracy of a guess.
+    """
+
+    name: str
+    max_hops: int
+    num_tokens: int
+    length: int
+    chance: float
+
+    @abc.abstractmethod
+    def make(self, generator: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets, (row, token); `hops` are the steps of the questions, (row, question)."""
+
+    @property
+    @abc.abstractmethod
+    def num_questions(self) -> int:
+        """Questions of a sequence."""
+
+
+@dataclass(frozen=True)
+class PointerChasing(Puzzle):
+    """A permutation as a shuffled list of pairs; then questions "from here, k times", each answered where it ends."""
+
+    num_nodes: int = 10
+    max_hops: int = 8
+    num_questions: int = 6
+    name = "pointer chasing"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_nodes + self.max_hops
+
+    @property
+    def length(self) -> int:
+        return 2 * self.num_nodes + 2 * self.num_questions
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.num_nodes
+
+    def make(self, generator: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.arange(len(hops))[:, None]
+        nodes = np.tile(np.arange(self.num_nodes), (len(hops), 1))
+        leads_to, order = generator.permuted(nodes, axis=1), generator.permuted(nodes, axis=1)
+        listed = np.stack([order, leads_to[rows, order]], -1).reshape(len(hops), -1)
+        begun = generator.integers(self.num_nodes, size=hops.shape)
+        reached = begun
+        for hop in range(self.max_hops):
+            reached = np.where(hop < hops, leads_to[rows, reached], reached)
+        asked = np.stack([self.num_nodes + hops - 1, begun], -1).reshape(len(hops), -1)
+        answers = np.stack([np.full_like(reached, IGNORED), reached], -1).reshape(len(hops), -1)
+        return np.concatenate([listed, asked], 1), np.concatenate([np.full_like(listed, IGNORED), answers], 1)
+
+
+@dataclass(frozen=True)
+class Automaton(Puzzle):
+    """Cells of a one-dimensional automaton; each says what it is k steps later.
+
+    Rule 30, moved so that a cell looks at itself and the two before it, which causal attention allows.
+    """
+
+    num_cells: int = 31
+    max_hops: int = 8
+    name = "cellular automaton"
+    chance = 0.5
+    num_questions = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return 2 + self.max_hops
+
+    @property
+    def length(self) -> int:
+        return 1 + self.num_cells
+
+    def make(self, generator: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cells = generator.integers(2, size=(len(hops), self.num_cells))
+        later = cells
+        for hop in range(self.max_hops):
+            before = np.pad(later, ((0, 0), (2, 0)))
+            stepped = before[:, :-2] ^ (before[:, 1:-1] | later)
+            later = np.where(hop < hops, stepped, later)
+        ignored = np.full_like(hops, IGNORED)
+        return np.concatenate([2 + hops - 1, cells], 1), np.concatenate([ignored, later], 1)
+
+
+class AnswerLoss(nn.Module):
+    """The cross-entropy of the answers, plus auxiliary losses."""
+
+    def __init__(self, model: rd.RecurrentTransformer):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor, depth: rd.Depth) -> Tensor:
+        """Nats per answer."""
+        trajectory = self.model.trajectory(tokens, depth)
+        loss = F.cross_entropy(trajectory.output.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        return torch.stack([loss, *trajectory.losses.values()]).sum()
+
+
+@dataclass(frozen=True)
+class PuzzleData(Data):
+    """Questions of all numbers of steps alike; measured one number at a time, at every depth up to twice the full one.
+
+    Args:
+        puzzle: what is asked.
+        num_rows: sequences of a batch.
+        num_tested: sequences for each number of steps.
+    """
+
+    puzzle: Puzzle
+    num_rows: int = 64
+    num_tested: int = 256
+
+    def reading(self, folder: Path) -> "PuzzleData":
+        raise ValueError(f"text is {folder}, but {self.puzzle.name} reads no text.")
+
+    def sizes(self) -> tuple[int, int]:
+        return self.puzzle.num_tokens, self.puzzle.length
+
+    def batch_tokens(self) -> int:
+        return self.num_rows * self.puzzle.length
+
+    def open(self, folder: Path) -> dict[str, Any]:
+        return {"puzzle": repr(self.puzzle), "num_rows": self.num_rows}
+
+    def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = np.random.default_rng((seed, step))
+        hops = generator.integers(1, self.puzzle.max_hops + 1, size=(self.num_rows, self.puzzle.num_questions))
+        return self._made(generator, hops)
+
+    def objective(self, method: Method, model: rd.RecurrentTransformer) -> nn.Module:
+        return AnswerLoss(model)
+
+    @torch.no_grad()
+    def measure(self, method: Method, model: rd.RecurrentTransformer) -> dict[str, Any]:
+        by_hops = [self._accuracies(method, model, hops) for hops in range(1, self.puzzle.max_hops + 1)]
+        return {"accuracy": [list(of_depth) for of_depth in zip(*by_hops, strict=True)], "full": model.num_steps}
+
+    def score(self, measured: dict[str, Any]) -> float:
+        at_full = measured["accuracy"][measured["full"] - 1]
+        return 1 - sum(at_full) / len(at_full)
+
+    def _accuracies(self, method: Method, model: rd.RecurrentTransformer, hops: int) -> list[float]:
+        """After each step."""
+        asked = np.full((self.num_tested, self.puzzle.num_questions), hops)
+        tokens, targets = self._made(np.random.default_rng((TEST_SEED, hops)), asked)
+        deepest = 1 if model.num_steps == 1 else 2 * model.num_steps
+        is_asked = targets != IGNORED
+        return [
+            round(float((logits.argmax(-1) == targets)[is_asked].double().mean()), 5)
+            for logits in method.exits(model, tokens, deepest)
+        ]
+
+    def _made(self, generator: np.random.Generator, hops: np.ndarray) -> tuple[Tensor, Tensor]:
+        tokens, targets = self.puzzle.make(generator, hops)
+        return torch.from_numpy(tokens), torch.from_numpy(targets)

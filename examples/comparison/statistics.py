@@ -1,0 +1,90 @@
+"""What may be concluded from results on text: means over seeds, differences with their errors, shares of the headroom.
+
+Two things make a mean uncertain: the seeds, whose spread is pooled over all methods, since two or three runs of one say
+little; and the choice of text, for which methods are paired part by part. Their squares add up.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Result = dict[str, Any]
+TWO = 2.0  # a difference is claimed above so many standard errors
+
+
+class Estimate(NamedTuple):
+    """A number and its standard error; None where there are no two seeds of anything to judge it by."""
+
+    value: float
+    error: float | None
+
+    @property
+    def claimed(self) -> bool:
+        """Whether it is told from 0."""
+        return self.error is not None and abs(self.value) > TWO * self.error
+
+
+def loss(result: Result) -> float:
+    """Bits per byte at full depth."""
+    return result["measured"]["exits"][-1]
+
+
+def gain(result: Result) -> float:
+    """The depth gain: the loss after one step less that at full depth."""
+    return result["measured"]["exits"][0] - loss(result)
+
+
+def pooled_spread(groups: Sequence[Sequence[Result]], of: Callable[[Result], float] = loss) -> float | None:
+    """Standard deviation over seeds, pooled over the methods (`groups`) that have several."""
+    several = [[of(result) for result in group] for group in groups if len(group) > 1]
+    freedom = sum(len(values) - 1 for values in several)
+    if freedom == 0:
+        return None
+    return math.sqrt(sum(np.var(values) * len(values) for values in several) / freedom)
+
+
+def mean(group: Sequence[Result], of: Callable[[Result], float] = loss) -> float:
+    """Over seeds."""
+    return sum(map(of, group)) / len(group)
+
+
+def difference(some: Sequence[Result], others: Sequence[Result], spread: float | None) -> Estimate:
+    """The loss of some less that of others, both the means over their seeds."""
+    parts = _mean_parts(some, "last_parts") - _mean_parts(others, "last_parts")
+    return Estimate(mean(some) - mean(others), _error(parts, some, spread, 1 / len(some) + 1 / len(others)))
+
+
+def depth_gain(group: Sequence[Result], spread: float | None) -> Estimate:
+    """The depth gain, and its error by the spread over seeds of depth gains."""
+    parts = _mean_parts(group, "first_parts") - _mean_parts(group, "last_parts")
+    return Estimate(mean(group, gain), _error(parts, group, spread, 1 / len(group)))
+
+
+def at_equal_flops(budgets: Sequence[Sequence[Result]], flops: float) -> float | None:
+    """The loss of a method that trained for so many FLOPs, between its budgets; None outside of them.
+
+    Straight in the logarithms of both.
+    """
+    done = [group for group in budgets if group]
+    if len(done) < 2:
+        return None
+    spent = [math.log(mean(group, lambda result: result["training"]["flops"])) for group in done]
+    if not spent[0] <= math.log(flops) <= spent[-1]:
+        return None
+    return math.exp(float(np.interp(math.log(flops), spent, [math.log(mean(group)) for group in done])))
+
+
+def _mean_parts(group: Sequence[Result], name: str) -> np.ndarray:
+    return np.mean([result["measured"][name] for result in group], axis=0)
+
+
+def _error(parts: np.ndarray, group: Sequence[Result], spread: float | None, shares: float) -> float | None:
+    if spread is None:
+        return None
+    weights = np.array(group[0]["measured"]["part_bytes"], dtype=float)
+    weights /= weights.sum()
+    off = parts - weights @ parts
+    of_text = (weights**2 * off**2).sum() * len(parts) / max(1, len(parts) - 1)
+    return math.sqrt(of_text + spread**2 * shares)
