@@ -18,6 +18,8 @@ def where(
         ValueError: if the mask is none of (batch, key) and (batch, 1, query, key).
     """
     mask = _mask(attention_mask)
+    if mask is not None and mask.ndim == 2:
+        _check_width(mask, tokens, cache)
     if cache is not None and cache.is_compileable and (mask is None or mask.ndim == 2):
         position_ids = _counted(tokens, mask, cache) if position_ids is None else position_ids
         mask = complete_mask(mask, cache, tokens.shape)[:, 0]
@@ -41,7 +43,7 @@ def complete_mask(padding: Tensor | None, cache: Cache, shape: torch.Size | tupl
     keys = torch.arange(num_keys, device=device)
     look = (keys <= queries).expand(batch, 1, num_new, num_keys)
     if padding is not None:
-        real = torch.nn.functional.pad(padding.bool(), (0, num_keys - padding.shape[1]))
+        real = torch.nn.functional.pad(padding, (0, num_keys - padding.shape[1]))
         look = look & real[:, None, None] | (keys == queries)
     return look
 
@@ -67,12 +69,24 @@ def kept_tokens(logits_to_keep: int | Tensor) -> slice | Tensor:
 
 def _mask(given: Tensor | None) -> Tensor | None:
     if given is None or (isinstance(given, Tensor) and given.ndim == 2):
-        return given
+        return None if given is None else given.bool()
     if not isinstance(given, Tensor) or given.ndim != 4 or given.shape[1] != 1:
         got = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise ValueError(f"attention_mask is {got}, but must be (batch, key), or (batch, 1, query, key).")
     complete = given[:, 0]
     return complete if complete.dtype == torch.bool else complete == 0
+
+
+def _check_width(mask: Tensor, tokens: Tensor, cache: Cache | None) -> None:
+    batch, num_new = tokens.shape
+    seen = 0 if cache is None else cache.get_seq_length()
+    if isinstance(seen, Tensor):  # its value is not looked at, which would cost a synchronisation
+        fits = cache is not None and num_new <= mask.shape[1] <= cache.get_mask_sizes(num_new, 0)[0]
+    else:
+        fits = mask.shape[1] == seen + num_new
+    if len(mask) != batch or not fits:
+        wanted = f"{(batch, num_new)} like input_ids" if cache is None else "over all keys, those of the cache too"
+        raise ValueError(f"attention_mask is of shape {tuple(mask.shape)}, but must be {wanted}.")
 
 
 def _counted(tokens: Tensor, padding: Tensor | None, cache: Cache | None) -> Tensor:
