@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -21,10 +21,9 @@ from arguments import parse
 from journal import Journal
 from plan import Job, plan, require_writable
 from report import report
+from task import Task, language_model
 from tqdm import tqdm
 from trainer import Trainer
-
-from recurrent_depth import accounting
 
 
 class StopRequest:
@@ -78,20 +77,22 @@ def told_plainly() -> Iterator[None]:
         sys.exit("Stopped before the training began.")
 
 
-def train(job: Job, accelerator: Accelerator, stop: StopRequest) -> bool:
-    """Trains one model to the end, or until asked to stop; returns whether it is at the end."""
-    trainer = Trainer(job, accelerator)
+def train(
+    job: Job, accelerator: Accelerator, stop: StopRequest, make: Callable[[Job, torch.device], Task] = language_model
+) -> Trainer:
+    """Trains one model to the end, or until asked to stop."""
+    trainer = Trainer(job, accelerator, make)
     steps, run, main = job.arguments.recipe.steps, job.arguments.run, accelerator.is_main_process
     if main:
         print(f"\n{job.name}: {_where(trainer, steps)}", flush=True)
     if trainer.step == steps:
-        return True
+        return trainer
     job.folder.with_name("metrics.json").unlink(missing_ok=True)
     journal = Journal(job.folder, trainer.step, accelerator.process_index, run.tensorboard)
     bar = tqdm(initial=trainer.step, total=steps, desc=job.name, unit="step", disable=None if main else True)
     with bar, closing(journal):
         advance(trainer, journal, bar, stop)
-    return trainer.step == steps
+    return trainer
 
 
 def advance(trainer: Trainer, journal: Journal, bar: tqdm, stop: StopRequest) -> None:
@@ -115,11 +116,10 @@ def advance(trainer: Trainer, journal: Journal, bar: tqdm, stop: StopRequest) ->
 
 
 def _where(trainer: Trainer, steps: int) -> str:
-    layout, num_parameters = trainer.model.layout, accounting.num_parameters(trainer.model)
-    size = f"layout {layout}, {num_parameters:,} parameters, {layout.executed} blocks run of {layout.stored} stored"
+    about = trainer.task.about
     if trainer.step == steps:
-        return f"{size}; trained to the end before"
-    return f"{size}; {f'goes on after step {trainer.step}' if trainer.step else 'training begins'}"
+        return f"{about}; trained to the end before"
+    return f"{about}; {f'goes on after step {trainer.step}' if trainer.step else 'training begins'}"
 
 
 def _in_words(record: dict[str, Any], looked: dict[str, Any]) -> str:
@@ -139,6 +139,14 @@ def introduce(jobs: list[Job], num_processes: int) -> None:
     print(f"Folder:  {jobs[0].arguments.run.out}; stop with Ctrl-C, and the same command goes on", flush=True)
 
 
+def leave_unless_finished(trainer: Trainer, stop: StopRequest) -> None:
+    """Ends the process where the training was stopped, and says how to go on."""
+    if trainer.step < trainer.job.arguments.recipe.steps:
+        if trainer.accelerator.is_main_process:
+            print(f"Stopped; nothing is lost. To go on: python {shlex.join(sys.argv)}")
+        sys.exit(128 + (stop.signal or signal.SIGTERM))
+
+
 def main() -> None:
     """Plans, trains each model, reports."""
     with told_plainly():
@@ -151,11 +159,8 @@ def main() -> None:
         introduce(jobs, accelerator.num_processes)
     for job in jobs:
         with told_plainly():
-            finished = train(job, accelerator, stop)
-        if not finished and main_process:
-            print(f"Stopped; nothing is lost. To go on: python {shlex.join(sys.argv)}")
-        if not finished:
-            sys.exit(128 + (stop.signal or signal.SIGTERM))
+            trainer = train(job, accelerator, stop)
+        leave_unless_finished(trainer, stop)
     stop.forget()
     if main_process:
         with told_plainly():

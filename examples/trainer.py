@@ -2,7 +2,7 @@
 
 import math
 import time
-import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,9 +10,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from data import batch
-from evaluation import evaluate
-from models import build, has_gate, sampler
 from plan import Job
+from task import Task
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -28,31 +27,30 @@ from recurrent_depth.training import (
 
 
 class Trainer:
-    """A model, its optimizer and where they stand: at the newest checkpoint of the job, or at the beginning.
+    """A task, its optimizer and where they stand: at the newest checkpoint of the job, or at the beginning.
+
+    Args:
+        job: what to train on, and how.
+        accelerator: where.
+        make: makes the task; its weights come from the global RNG.
 
     Raises:
         ValueError: if the checkpoints are damaged, or of a run with other arguments; more steps are others too.
     """
 
-    def __init__(self, job: Job, accelerator: Accelerator):
+    def __init__(self, job: Job, accelerator: Accelerator, make: Callable[[Job, torch.device], Task]):
         recipe = job.arguments.recipe
         self.job, self.accelerator = job, accelerator
         torch.manual_seed(recipe.seed)
-        self.model = build(job.config["model"]).to(accelerator.device)
-        scales = {"core.update.gate": recipe.gate_lr_scale} if has_gate(self.model) else {}
-        groups = parameter_groups(self.model, recipe.weight_decay, scales, lr=recipe.lr)
+        self.task = make(job, accelerator.device)
+        self.trained = self.task.trained
+        groups = parameter_groups(self.trained, recipe.weight_decay, self.task.scales, lr=recipe.lr)
         self.optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=True)
         torch.manual_seed(recipe.seed + 1 + accelerator.process_index)  # every process has noise of its own
         self.step = self._resume()
         factor = warmup_cosine(recipe.steps, job.arguments.warmup_steps, recipe.floor)
         self.schedule = LambdaLR(self.optimizer, factor, last_epoch=self.step - 1)
-        self.sampler = sampler(self.model, job.arguments.depth, recipe.seed)
-        if job.arguments.depth.depth == "poisson":  # its tail is meant to go beyond full depth
-            warnings.filterwarnings("ignore", message=".* deeper than trained")
-        self.model.core.checkpointing = recipe.checkpointing
-        if recipe.compile:
-            self.model.compile_step()
-        self.wrapped = accelerator.prepare(rd.WithObjective(self.model))
+        self.wrapped = accelerator.prepare(self.task.loss)
 
     def _resume(self) -> int:
         found = latest_checkpoint(self.job.folder)
@@ -65,7 +63,7 @@ class Trainer:
                 f"each step depends on it: a run cannot be extended. Give --steps {before}, or another folder."
             )
         rank = self.accelerator.process_index
-        options = {"model": self.model, "optimizer": self.optimizer, "config": self.job.config, "rank": rank}
+        options = {"model": self.trained, "optimizer": self.optimizer, "config": self.job.config, "rank": rank}
         return load_checkpoint(found.path, **options).step
 
     def take_step(self) -> dict[str, Any]:
@@ -74,10 +72,10 @@ class Trainer:
         Raises:
             ValueError: if the loss or its gradient is not finite; the weights are still those before the step.
         """
-        started, recipe, depth = time.perf_counter(), self.job.arguments.recipe, self.sampler(self.step)
+        started, recipe, depth = time.perf_counter(), self.job.arguments.recipe, self.task.sampler(self.step)
         loss = torch.stack([self._accumulate(tokens, depth, last) for tokens, last in self._batches()]).sum()
         loss = float(self.accelerator.reduce(loss, "mean"))
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.trained.parameters(), recipe.clip))
         for name, value in (("loss", loss), ("norm of the gradient", norm)):
             if not math.isfinite(value):
                 raise ValueError(
@@ -107,16 +105,13 @@ class Trainer:
         return loss.detach()
 
     def look(self) -> dict[str, Any]:
-        """The loss on held-out text at full depth, and what the gate keeps there at each step."""
-        full = self.model.layout.num_steps
-        losses, gates = evaluate(self.model, self.job.windows, [full], self.job.arguments.recipe.batch_size)
-        record = {"step": self.step, "validation_loss": losses[0]}
-        return {**record, "mean_gate": sum(gates) / full, "gates": gates} if has_gate(self.model) else record
+        """What held-out text says of the task now."""
+        return {"step": self.step, **self.task.look()}
 
     def save(self) -> None:
         """Writes a checkpoint, on one process with the random numbers of all."""
         states = gather_object([random_state()])
         if self.accelerator.is_main_process:
-            options = {"model": self.model, "optimizer": self.optimizer, "config": self.job.config}
+            options = {"model": self.trained, "optimizer": self.optimizer, "config": self.job.config}
             save_checkpoint(self.job.folder, self.step, **options, random_states=states)
         self.accelerator.wait_for_everyone()
