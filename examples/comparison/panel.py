@@ -82,8 +82,8 @@ def _draw(comparison: Comparison, done: dict[str, dict], path: Path) -> None:
             _draw_one(left, right, comparison.methods[name].label, one, look)
         puzzle = _puzzle(comparison)
         for axes in (left, right):
-            axes.axhline(puzzle.chance, color="gray", linestyle=":")
-        left.set(xlabel="steps k that the question asks for", ylabel="accuracy", title=f"{puzzle.name}, full depth")
+            axes.axhline(puzzle.chance(), color="gray", linestyle=":")
+        left.set(xlabel="steps k that the question asks for", ylabel="accuracy", title=f"{puzzle.name()}, full depth")
         right.set(xlabel="steps of the loop taken", title="mean over k; rings at full depth")
         if done:
             left.legend(edgecolor="none")

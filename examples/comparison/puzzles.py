@@ -21,27 +21,30 @@ class Puzzle(abc.ABC):
     """Questions that take 1 to `max_hops` steps.
 
     Attributes:
-        name: in titles.
         max_hops: the most steps of a question.
-        num_tokens: how many tokens there are.
-        length: tokens of a sequence.
-        chance: accuracy of a guess.
     """
 
-    name: str
     max_hops: int
-    num_tokens: int
-    length: int
-    chance: float
 
     @abc.abstractmethod
     def make(self, generator: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and targets, (row, token); `hops` are the steps of the questions, (row, question)."""
 
-    @property
     @abc.abstractmethod
-    def num_questions(self) -> int:
-        """Questions of a sequence."""
+    def name(self) -> str:
+        """In titles."""
+
+    @abc.abstractmethod
+    def sizes(self) -> tuple[int, int]:
+        """How many tokens there are, and how many a sequence has."""
+
+    @abc.abstractmethod
+    def questions(self) -> int:
+        """How many a sequence asks."""
+
+    @abc.abstractmethod
+    def chance(self) -> float:
+        """The accuracy of a guess."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,16 @@ class PointerChasing(Puzzle):
     num_nodes: int = 10
     max_hops: int = 8
     num_questions: int = 6
-    name = "pointer chasing"
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_nodes + self.max_hops
+    def name(self) -> str:
+        return "pointer chasing"
 
-    @property
-    def length(self) -> int:
-        return 2 * self.num_nodes + 2 * self.num_questions
+    def sizes(self) -> tuple[int, int]:
+        return self.num_nodes + self.max_hops, 2 * self.num_nodes + 2 * self.num_questions
 
-    @property
+    def questions(self) -> int:
+        return self.num_questions
+
     def chance(self) -> float:
         return 1 / self.num_nodes
 
@@ -88,17 +90,18 @@ class Automaton(Puzzle):
 
     num_cells: int = 31
     max_hops: int = 8
-    name = "cellular automaton"
-    chance = 0.5
-    num_questions = 1
 
-    @property
-    def num_tokens(self) -> int:
-        return 2 + self.max_hops
+    def name(self) -> str:
+        return "cellular automaton"
 
-    @property
-    def length(self) -> int:
-        return 1 + self.num_cells
+    def sizes(self) -> tuple[int, int]:
+        return 2 + self.max_hops, 1 + self.num_cells
+
+    def questions(self) -> int:
+        return 1
+
+    def chance(self) -> float:
+        return 0.5
 
     def make(self, generator: np.random.Generator, hops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         cells = generator.integers(2, size=(len(hops), self.num_cells))
@@ -140,20 +143,20 @@ class PuzzleData(Data):
     num_tested: int = 256
 
     def reading(self, folder: Path) -> "PuzzleData":
-        raise ValueError(f"text is {folder}, but {self.puzzle.name} reads no text.")
+        raise ValueError(f"text is {folder}, but {self.puzzle.name()} reads no text.")
 
     def sizes(self) -> tuple[int, int]:
-        return self.puzzle.num_tokens, self.puzzle.length
+        return self.puzzle.sizes()
 
     def batch_tokens(self) -> int:
-        return self.num_rows * self.puzzle.length
+        return self.num_rows * self.puzzle.sizes()[1]
 
     def open(self, folder: Path) -> dict[str, Any]:
         return {"puzzle": repr(self.puzzle), "num_rows": self.num_rows}
 
     def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
         generator = np.random.default_rng((seed, step))
-        hops = generator.integers(1, self.puzzle.max_hops + 1, size=(self.num_rows, self.puzzle.num_questions))
+        hops = generator.integers(1, self.puzzle.max_hops + 1, size=(self.num_rows, self.puzzle.questions()))
         return self._made(generator, hops)
 
     def objective(self, method: Method, model: rd.RecurrentTransformer) -> nn.Module:
@@ -170,7 +173,7 @@ class PuzzleData(Data):
 
     def _accuracies(self, method: Method, model: rd.RecurrentTransformer, hops: int) -> list[float]:
         """After each step."""
-        asked = np.full((self.num_tested, self.puzzle.num_questions), hops)
+        asked = np.full((self.num_tested, self.puzzle.questions()), hops)
         tokens, targets = self._made(np.random.default_rng((TEST_SEED, hops)), asked)
         deepest = 1 if model.num_steps == 1 else 2 * model.num_steps
         is_asked = targets != IGNORED
