@@ -17,10 +17,11 @@ from comparison.collecting import collect
 from comparison.language import COMPARISON as LANGUAGE
 from comparison.panel import panel
 from comparison.parts import Run
-from comparison.planning import best_rate, known_runs, num_unknown
+from comparison.planning import best_rate, known_runs
 from comparison.puzzles import IGNORED, Automaton, PointerChasing
 from comparison.running import DivergedError, Running
 from comparison.verifying import verify
+from comparison.working import progress
 from tiny_cells import COMPARISON
 
 from recurrent_depth import accounting
@@ -232,7 +233,7 @@ def test_losses_at_equal_flops_lie_between_budgets():
 def test_what_is_not_done_shows_as_open(tiny, out):
     comparison, _ = tiny
     table = collect(comparison, out)
-    assert num_unknown(comparison, out) == 5
+    assert progress(comparison, out, 1) == "0 of 85 steps done"  # 6 trials of 5, of which 3 go on; 5 full runs of 11
     assert tables.methods_table(comparison, table).count(tables.OPEN) > 20
     Running(comparison, Run("dense", 1e-3, 0, 1), out).finish()
     assert "| dense | " in tables.trials_table(comparison, collect(comparison, out))
@@ -244,6 +245,7 @@ def test_what_is_not_done_shows_as_open(tiny, out):
 def test_the_tables_of_finished_cells_have_nothing_open(finished, tmp_path):
     comparison, folder = finished
     text = comparison.publish(comparison, folder, tmp_path)
+    assert ", 0.0 core-hours left" in progress(comparison, folder, 1)
     assert "open" not in text
     assert "2 of 2 seeds" in text
     assert json.loads((tmp_path / "results.json").read_text())["methods"]["grt"]["rate"] in (1e-3, 2e-3)

@@ -51,11 +51,6 @@ def known_runs(comparison: Comparison, out: Path) -> Iterator[Run]:
         yield from runs_of(comparison, out, cell) or ()
 
 
-def num_unknown(comparison: Comparison, out: Path) -> int:
-    """How many cells still wait for their learning rate."""
-    return sum(runs_of(comparison, out, cell) is None for cell in comparison.plan)
-
-
 def find_run(comparison: Comparison, out: Path, name: str) -> Run:
     """The run of this name, with as many budgets as the plan asks for.
 

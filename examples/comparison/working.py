@@ -9,7 +9,7 @@ from pathlib import Path
 from journal import read_journal
 
 from comparison.parts import Comparison, Run
-from comparison.planning import is_done, known_runs, num_unknown
+from comparison.planning import is_done, known_runs, runs_of
 
 POLL_SECONDS = 1.0
 
@@ -61,17 +61,26 @@ def work(comparison: Comparison, out: Path, command: list[str], *, jobs: int, sa
 
 
 def progress(comparison: Comparison, out: Path, jobs: int) -> str:
-    """Steps done and to do, and the time left at the speed so far."""
-    done = total = 0
-    seconds = 0.0
+    """Steps done and to do, and the time left: each method at its own speed so far, new ones at the mean of all."""
+    taken = {name: [0, 0.0] for name in comparison.methods}
+    planned = dict.fromkeys(comparison.methods, 0)
     for run in _longest(list(known_runs(comparison, out))):
         records = [record for path in (out / run.name).glob("*/log.jsonl") for record in read_journal(path)]
-        done, total = done + len(records), total + comparison.protocol.steps(run.num_budgets)
-        seconds += sum(record["seconds"] for record in records)
-    unknown = num_unknown(comparison, out)
-    total += unknown * comparison.protocol.steps(len(comparison.protocol.budgets))
-    left = f"about {(total - done) * seconds / done / jobs / 3600:.1f} hours left" if done else "time left not known"
-    return f"{done:,} of {total:,} steps, {left} with {jobs} at a time"
+        taken[run.method][0] += len(records)
+        taken[run.method][1] += sum(record["seconds"] for record in records)
+        planned[run.method] += comparison.protocol.steps(run.num_budgets)
+    for cell in comparison.plan:
+        if runs_of(comparison, out, cell) is None:
+            planned[cell.method] += comparison.protocol.steps(len(comparison.protocol.budgets))
+    done, seconds = (sum(column) for column in zip(*taken.values(), strict=True))
+    said = f"{done:,} of {sum(planned.values()):,} steps done"
+    if not done:
+        return said
+    hours = sum(
+        (planned[name] - steps) * (spent / steps if steps else seconds / done) / 3600
+        for name, (steps, spent) in taken.items()
+    )
+    return f"{said}, {hours:.1f} core-hours left: {hours / jobs:.1f} hours with {jobs} at a time on cores of their own"
 
 
 def _distinct(runs: list[Run]) -> list[Run]:
