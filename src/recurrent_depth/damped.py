@@ -9,17 +9,9 @@ from torch import Tensor
 
 from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.depth import require_whole
-from recurrent_depth.injection import Injection, KeepState
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate, initial_state
-
-
-class DampedContext(NamedTuple):
-    """What the injection keeps of the anchor, and the length of a step, one over the number of steps."""
-
-    inject: object
-    length: Float[Tensor, "batch token 1"]
 
 
 class FirstPass(NamedTuple):
@@ -39,7 +31,6 @@ class DampedUpdate(DepthUpdate):
     take steps of the deepest row's length, and shallower ones leave on the way.
 
     Args:
-        inject: what the blocks see; `KeepState()` in the source.
         share: `s`, of the plain pass in what is read; 1 is the model without a loop, 0 the loop alone.
 
     Raises:
@@ -48,22 +39,20 @@ class DampedUpdate(DepthUpdate):
     Reference: arXiv 2605.23872.
     """
 
-    def __init__(self, inject: Injection, share: float = 0.5):
+    def __init__(self, share: float = 0.5):
         super().__init__()
         if not 0 <= share <= 1:
             raise ValueError(f"share must be from 0 to 1, got {share}.")
-        self.inject, self.share = inject, share
+        self.share = share
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The anchor, and the length of a step."""
         length = torch.full_like(at_least_float32(anchor[..., :1]), 1 / call.num_steps)
-        context = DampedContext(self.inject.begin(anchor, call), length)
-        return initial_state(anchor, context, carry=FirstPass(anchor, torch.ones_like(length, dtype=torch.bool)))
+        return initial_state(anchor, length, carry=FirstPass(anchor, torch.ones_like(length, dtype=torch.bool)))
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """A step of Euler's method; the first one's candidate is carried to the end."""
-        candidate = blocks(self.inject(state.h, state.context.inject, step)).to(state.h.dtype)
-        length = state.context.length
+        candidate, length = blocks(state.h).to(state.h.dtype), state.context
         h = torch.lerp(at_least_float32(state.h), at_least_float32(candidate), length).to(state.h.dtype)
         # Selected rather than branched on the step, so that one compiled step serves all.
         first = torch.where(state.carry.missing, candidate, state.carry.candidate)
@@ -75,9 +64,14 @@ class DampedUpdate(DepthUpdate):
         h, first = at_least_float32(state.h), at_least_float32(state.carry.candidate)
         return torch.lerp(h, first, self.share).to(state.h.dtype)
 
+    @property
+    def starts_plain(self) -> bool:
+        """True."""
+        return True
+
     def cost(self, num_steps: int) -> UpdateCost:
-        """The injection's."""
-        return UpdateCost(*self.inject.cost())
+        """None: blends are not counted."""
+        return UpdateCost()
 
     def extra_repr(self) -> str:
         """Its setting, for `print(model)`."""
@@ -98,4 +92,4 @@ def damped(dim: int, *, share: float | int = 0.5) -> DampedUpdate:
     Reference: arXiv 2605.23872.
     """
     require_whole("dim", dim, at_least=1)
-    return DampedUpdate(KeepState(), float(share))
+    return DampedUpdate(float(share))

@@ -181,6 +181,7 @@ class KeepBlend(OneCopy):
         leading = [require_whole(name, size, at_least=1) for name, size in sizes.items()]
         if require_whole("head_size", head_size, at_least=1) % 2:
             raise ValueError(f"head_size is {head_size}, but must be even: pairs of features share a weight.")
+        self.num_layers, self.num_steps, self.num_kv_heads, self.head_size = *leading, head_size
         self.keys = nn.Parameter(torch.empty(*leading, 1, head_size // 2))
         self.values = nn.Parameter(torch.empty(*leading, 1, head_size))
         self.reset_parameters()

@@ -72,6 +72,11 @@ class DepthUpdate(nn.Module, abc.ABC):
     def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
         """What is made of the state after the last step: the input of the coda."""
 
+    @property
+    def starts_plain(self) -> bool:
+        """Whether a run of one step is the blocks alone, whatever was learned; False where that is not known."""
+        return False
+
     @abc.abstractmethod
     def cost(self, num_steps: int) -> UpdateCost:
         """What the update spends beside the blocks in a forward of so many steps."""

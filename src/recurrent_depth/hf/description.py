@@ -1,9 +1,12 @@
 """What a graft's settings look like in a configuration that JSON can hold."""
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 import recurrent_depth
 
@@ -15,7 +18,7 @@ def describe_factory(factory: Callable[..., Any]) -> dict[str, Any]:
     """
     if isinstance(factory, functools.partial):
         within = describe_factory(factory.func)
-        given = {name: describe_factory(x) if callable(x) else x for name, x in factory.keywords.items()}
+        given = {name: _described(value) for name, value in factory.keywords.items()}
         return within | {"arguments": within["arguments"] | given}
     return {"name": name_of(factory), "arguments": {}}
 
@@ -23,7 +26,45 @@ def describe_factory(factory: Callable[..., Any]) -> dict[str, Any]:
 def describe_part(part: Any) -> dict[str, Any]:
     """An object by its class and what its constructor was given, as far as it keeps that under the same name."""
     taken = [name for name in inspect.signature(type(part).__init__).parameters if name in vars(part)]
-    return {"name": name_of(type(part)), "arguments": {name: vars(part)[name] for name in taken}}
+    return {"name": name_of(type(part)), "arguments": {name: _described(vars(part)[name]) for name in taken}}
+
+
+def factory_of(argument: str, described: dict[str, Any]) -> Callable[..., Any]:
+    """The function or class that was described, with its arguments.
+
+    Args:
+        argument: under which name a caller could give it instead.
+        described: what `describe_factory` or `describe_part` said.
+
+    Raises:
+        ValueError: if it is not of this library.
+    """
+    given = {
+        name: factory_of(argument, value) if isinstance(value, dict) and "arguments" in value else value
+        for name, value in described["arguments"].items()
+    }
+    made = _named(argument, described["name"])
+    return functools.partial(made, **given) if given else made
+
+
+def _named(argument: str, name: str) -> Any:
+    module, _, inside = name.rpartition(":")
+    if not module and name in recurrent_depth.__all__:
+        return getattr(recurrent_depth, name)
+    if module.partition(".")[0] != "recurrent_depth":
+        raise ValueError(f"The graft was made with {argument}={name}, which is not of this library: give {argument}.")
+    return getattr(importlib.import_module(module), inside)
+
+
+def _described(value: Any) -> Any:
+    """A value as JSON holds it; of other objects the class alone, so that whoever loads it is asked for it."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_described(inner) for inner in value]
+    if callable(value) and not isinstance(value, nn.Module):
+        return describe_factory(value)
+    return {"name": f"object:{type(value).__qualname__}", "arguments": {}}
 
 
 def name_of(named: Any) -> str:

@@ -54,7 +54,8 @@ def graft(
         kv: what a cache stores of the steps; `rd.KeepAll()` by default, exactly the model without a cache.
         drop: layers that are left out.
         layers: where the layers are, or the path to there, if they are not found.
-        host_first: whether step 0 is the host's own pass. Without, the update takes that step too.
+        host_first: whether step 0 is the host's own pass. Without, the update takes that step too, as it always does
+            if its first step is a plain pass anyway, like that of `rd.damped`.
         dim: the width of the hidden state, if it is not found.
 
     Raises:
@@ -68,14 +69,15 @@ def graft(
     first, end = check_core(core, drop, len(found))
     require_instance("kv", kv := kv or KeepAll(), KVStepPolicy)
     require_whole("num_steps", num_steps, at_least=1)
-    made = make_update(update, state_width(model, found[first], dim), like=found[first])
+    width = state_width(model, found[first], dim)
+    made = make_update(update, width, like=found[first])
     recurrence = Recurrence(
-        RecurrentCore(HostStack(), HostFirst(made) if host_first else made),
+        RecurrentCore(HostStack(), HostFirst(made) if host_first and not made.starts_plain else made),
         kv,
         Place(first, end - first, len(found)),
         num_steps,
     )
-    settings = {"core": [first, end], "num_steps": num_steps, "kv": describe_part(kv)}
+    settings = {"core": [first, end], "num_steps": num_steps, "kv": describe_part(kv), "dim": width}
     settings |= {"update": describe_factory(update), "drop": list(drop), "host_first": host_first}
     return plant(model, found, recurrence, drop=drop, settings=settings)
 
@@ -106,8 +108,12 @@ def plant(
     if "forward" in vars(model):  # hung there, as accelerate does: it takes the place of the class's
         vars(model)["forward"] = partial(with_steps(_on_its_own(vars(model)["forward"])), model)
     if hasattr(model, "config"):
-        model.config.recurrence = settings
+        model.config.recurrence = settings | {"layers": _path(model, layers)}
     return model
+
+
+def _path(model: nn.Module, layers: nn.ModuleList) -> str:
+    return next(path for path, part in model.named_modules() if part is layers)
 
 
 def ungraft(model: Any) -> Any:
@@ -179,7 +185,7 @@ def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleL
     """
     require_instance("model", model, nn.Module)
     assert isinstance(model, nn.Module)
-    if any(isinstance(part, Recurrence) for part in model.modules()):
+    if any(isinstance(part, Recurrence) or hasattr(type(part), "_original_class") for part in model.modules()):
         raise ValueError(
             f"{type(model).__name__} is a graft already. For other settings take the loop out first: ungraft(model)."
         )

@@ -7,8 +7,10 @@ from itertools import islice
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from recurrent_depth.depth import Depth
+from recurrent_depth.hf.saving import with_recurrence
 from recurrent_depth.hf.slots import named_like
 
 
@@ -43,7 +45,10 @@ def host_class(model: type[nn.Module]) -> type[nn.Module]:
     own = named_like(model) | {"_original_class": model}
     if issubclass(model, nn.ModuleList):
         return type(model.__name__, (HostList, model), own)
-    return type(model.__name__, (Host, model), own | {"forward": with_steps(model.forward)})
+    own["forward"] = with_steps(model.forward)
+    if issubclass(model, PreTrainedModel):
+        own["save_pretrained"] = with_recurrence(model.save_pretrained)
+    return type(model.__name__, (Host, model), own)
 
 
 def with_steps(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ class HostFirst(DepthUpdate):
         """What the inner update makes of the anchor; with a single step nothing, since it takes none."""
         if call.num_steps > 1:
             return self.inner.begin(anchor, call)._replace(h=anchor)
-        learning = self.training and torch.is_grad_enabled()
+        learning = torch.is_grad_enabled()
         return initial_state(_Touch.apply(anchor, *self.inner.parameters()) if learning else anchor)
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
@@ -41,6 +41,11 @@ class HostFirst(DepthUpdate):
     def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
         """What the inner update reads."""
         return self.inner.read(state)
+
+    @property
+    def starts_plain(self) -> bool:
+        """True."""
+        return True
 
     def cost(self, num_steps: int) -> UpdateCost:
         """The inner update's, at all steps but the first."""
