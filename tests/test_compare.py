@@ -208,7 +208,7 @@ def result(last, first=None, flops=1.0):
 
 def test_a_difference_is_claimed_above_two_standard_errors_of_seeds_and_text():
     some, others = [result([1.0, 1.1]), result([1.2, 1.3])], [result([1.4, 1.5])]
-    spread = statistics.pooled_spread([some, others])
+    spread = statistics.pooled_spread([some, others]) or 0.0
     assert spread == pytest.approx(np.std([1.05, 1.25], ddof=1))
     found = statistics.difference(some, others, spread)
     assert found.value == pytest.approx(-0.3)
