@@ -101,9 +101,9 @@ def test_sampling_is_the_same_with_and_without_a_cache():
 
 def test_a_draft_changes_nothing():
     model, tokens = made(), some_tokens(1)
-    draft, expected = made("naive", layout=[0, 1, 1, 0]), written(model, tokens)
-    assert torch.equal(written(model, tokens, assistant_model=draft), expected)
-    assert torch.equal(written(model, tokens, prompt_lookup_num_tokens=2), expected)
+    draft, expected = made("naive", layout=[0, 1, 1, 0]), written(model, tokens, eos_token_id=0)
+    assert torch.equal(written(model, tokens, eos_token_id=0, assistant_model=draft), expected)
+    assert torch.equal(written(model, tokens, eos_token_id=0, prompt_lookup_num_tokens=2), expected)
 
 
 @pytest.mark.parametrize("kv", POLICIES, ids=str)
@@ -127,6 +127,14 @@ def test_text_may_be_read_in_chunks(sizes):
     for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=9)):
         parts = [model(chunk, **{CACHE: cache}).logits for chunk in tokens.split(sizes, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits)
+
+
+def test_complete_masks_may_be_boolean_of_integers_or_added_to_scores():
+    model, tokens = made(), some_tokens()
+    look = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    added = torch.zeros(1, 1, 7, 7).masked_fill(~look, torch.finfo(torch.float32).min)
+    for mask in (look, look.long(), added):
+        torch.testing.assert_close(model(tokens, attention_mask=mask).logits, model(tokens).logits)
 
 
 def test_a_chunk_may_be_padded():
@@ -161,14 +169,25 @@ def test_every_attention_gives_the_same(name, implementation):
     model, tokens = made(name), some_tokens()
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
-    with torch.no_grad():
-        expected = model(tokens, attention_mask=mask).logits
-        texts = [written(model, tokens, attention_mask=mask, cache_implementation=c) for c in ("dynamic", "static")]
-        model.set_attn_implementation(implementation)
-        torch.testing.assert_close(model(tokens, attention_mask=mask).logits, expected, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(model(tokens).logits[0], expected[0], atol=1e-5, rtol=1e-4)
-    for text, cache in zip(texts, ("dynamic", "static"), strict=True):
-        assert torch.equal(written(model, tokens, attention_mask=mask, cache_implementation=cache), text)
+    found = []
+    for chosen in ("sdpa", implementation):
+        model.set_attn_implementation(chosen)
+        with torch.no_grad():
+            found.append([model(tokens, attention_mask=mask).logits, model(tokens).logits])
+            for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=8)):
+                model(tokens[:, :6], attention_mask=mask[:, :6], **{CACHE: cache})
+                found[-1].append(model(tokens[:, 6:], attention_mask=mask, **{CACHE: cache}).logits)
+    for logits, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_text_is_the_same_under_eager_attention():
+    model, tokens = made(), some_tokens()
+    texts = [written(model, tokens, cache_implementation=cache) for cache in ("dynamic", "static")]
+    model.set_attn_implementation("eager")
+    assert [written(model, tokens, cache_implementation=cache).tolist() for cache in ("dynamic", "static")] == [
+        text.tolist() for text in texts
+    ]
 
 
 def test_an_attention_is_chosen_when_a_model_is_loaded(tmp_path):

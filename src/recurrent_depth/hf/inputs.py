@@ -43,7 +43,7 @@ def complete_mask(padding: Tensor | None, cache: Cache, shape: torch.Size | tupl
     keys = torch.arange(num_keys, device=device)
     look = (keys <= queries).expand(batch, 1, num_new, num_keys)
     if padding is not None:
-        real = torch.nn.functional.pad(padding, (0, num_keys - padding.shape[1]))
+        real = torch.nn.functional.pad(padding.bool(), (0, num_keys - padding.shape[1]))
         look = look & real[:, None, None] | (keys == queries)
     return look
 
@@ -74,7 +74,7 @@ def _mask(given: Tensor | None) -> Tensor | None:
         got = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise ValueError(f"attention_mask is {got}, but must be (batch, key), or (batch, 1, query, key).")
     complete = given[:, 0]
-    return complete if complete.dtype == torch.bool else complete == 0
+    return complete == 0 if complete.is_floating_point() else complete.bool()
 
 
 def _check_width(mask: Tensor, tokens: Tensor, cache: Cache | None) -> None:
