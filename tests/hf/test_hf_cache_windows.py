@@ -79,7 +79,7 @@ def test_added_layers_are_of_the_kind_of_their_block(case, kind):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", ["all", "mean", "two-in-turn", "blend"])
-@pytest.mark.parametrize("kind", ["static", "static-sliding"])
+@pytest.mark.parametrize("kind", ["static", "static-mixed"])
 def test_a_forward_with_a_static_cache_compiles_to_one_graph(name, kind):
     policy = POLICIES[name].make(tiny_model())
 

@@ -95,7 +95,8 @@ class CacheLayout(NamedTuple):
 
     def _check_lengths(self) -> None:
         lengths = [layer.get_seq_length() for layer in self._core() if is_filled(layer)]
-        if any(not isinstance(length, Tensor) and length != lengths[0] for length in lengths):
+        lengths = [length for length in lengths if not isinstance(length, Tensor)]  # asking would wait for a device
+        if any(length != lengths[0] for length in lengths):
             raise ValueError(
                 f"The core's layers of the cache hold {lengths} tokens, but must hold as many each: a forward failed "
                 "halfway, or it belongs to another model."
