@@ -1,6 +1,5 @@
 """Tiny random models of transformers, the same in every test: what gets grafted."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,8 +7,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from recurrent_depth.hf import graft
+from recurrent_depth.hf.versions import CACHE
+
 VOCAB = 67
-NAMES = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+NAMES = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA = NAMES | {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -69,7 +71,7 @@ def host(name: str, **changes: Any) -> PreTrainedModel:
 
 def tokens(rows: int = 2, length: int = 9) -> Tensor:
     """Token ids without padding."""
-    return torch.randint(2, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def padded(lengths: tuple[int, ...] = (9, 4)) -> dict[str, Tensor]:
@@ -93,7 +95,7 @@ def outcome(output: Any) -> Tensor:
 
 def cache_of(output: Any) -> Any:
     """The cache of a forward, under this version's name."""
-    return output["cache"] if "cache" in output else output["past_key_values"]
+    return output.get(CACHE)
 
 
 def randomise(part: nn.Module, std: float = 0.3) -> None:
@@ -102,4 +104,8 @@ def randomise(part: nn.Module, std: float = 0.3) -> None:
         nn.init.normal_(parameter, std=std)
 
 
-Change = Callable[[nn.Module], None]
+def grafted(name: str, num_steps: int = 3, **settings: Any) -> Any:
+    """A graft of layers 1 to 3 whose recurrence has values as if it were trained, in evaluation mode."""
+    model = graft(host(name), range(1, 4), num_steps, **settings)
+    randomise(model.recurrence)
+    return model

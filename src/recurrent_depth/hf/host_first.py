@@ -1,6 +1,6 @@
 """The update of a graft: the first step is the host's own pass, another update takes the later ones."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -30,7 +30,8 @@ class HostFirst(DepthUpdate):
         if call.num_steps > 1:
             return self.inner.begin(anchor, call)._replace(h=anchor)
         learning = torch.is_grad_enabled()
-        return initial_state(_Touch.apply(anchor, *self.inner.parameters()) if learning else anchor)
+        h = _Touch.apply(anchor, *self.inner.parameters()) if learning else anchor
+        return initial_state(h, carry=_Alone())
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """The host's pass, then the inner update's steps."""
@@ -39,8 +40,8 @@ class HostFirst(DepthUpdate):
         return state._replace(h=blocks(state.h).to(state.h.dtype), write=torch.ones_like(state.write))
 
     def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
-        """What the inner update reads."""
-        return self.inner.read(state)
+        """What the inner update reads; of a single step, which it has no part in, the state."""
+        return state.h if isinstance(state.carry, _Alone) else self.inner.read(state)
 
     @property
     def starts_plain(self) -> bool:
@@ -51,6 +52,10 @@ class HostFirst(DepthUpdate):
         """The inner update's, at all steps but the first."""
         cost = self.inner.cost(num_steps)
         return cost._replace(begin=cost.begin * (num_steps > 1), step=cost.step * (num_steps - 1) // num_steps)
+
+
+class _Alone(NamedTuple):
+    """Stands for what an update carries, where the host's pass is the only step."""
 
 
 class _Touch(torch.autograd.Function):

@@ -1,0 +1,187 @@
+"""Laws of a graft on every architecture: the host at one step, and at every depth before something is trained."""
+
+import copy
+from functools import partial
+
+import hosts
+import pytest
+import torch
+
+import recurrent_depth as rd
+from recurrent_depth.hf import graft, is_graft, ungraft
+
+each_host = pytest.mark.parametrize("name", [*hosts.DECODERS, *hosts.ENCODERS])
+each_decoder = pytest.mark.parametrize("name", hosts.DECODERS)
+POLICIES = [rd.KeepAll(), rd.KeepFirst(), rd.KeepLast(), rd.KeepMean(), rd.KeepCyclic(2)]
+
+
+def grads(model, **arguments):
+    model.zero_grad()
+    tokens = hosts.tokens()
+    model(tokens, labels=tokens, **arguments).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@each_host
+def test_one_step_is_the_host_whatever_was_learned(name):
+    model, inputs = hosts.host(name), hosts.inputs(name)
+    expected = hosts.outcome(model(**inputs))
+    graft(model, range(1, 4), 3)
+    hosts.randomise(model.recurrence)
+    assert torch.equal(hosts.outcome(model(**inputs, num_steps=1)), expected)
+    assert not torch.allclose(hosts.outcome(model(**inputs)), expected, atol=1e-2)
+
+
+@each_decoder
+def test_cache_and_gradients_of_one_step_are_the_hosts(name):
+    model = hosts.host(name).train()
+    expected, layers = grads(model), hosts.cache_of(model(hosts.tokens())).layers
+    graft(model, range(1, 4), 3)
+    hosts.randomise(model.recurrence)
+    found = grads(model, num_steps=1)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+    assert not any(found[name].any() for name in found.keys() - expected.keys())
+    cached = hosts.cache_of(model(hosts.tokens(), num_steps=1)).layers
+    assert len(cached) == len(layers)
+    for ours, theirs in zip(cached, layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+
+
+@each_host
+def test_before_training_a_gated_graft_is_its_host_bit_for_bit_at_every_depth_and_bias(name):
+    model, inputs = hosts.host(name), hosts.inputs(name)
+    expected = hosts.outcome(model(**inputs))
+    for bias in (0.0, 4.0, -1.5):
+        graft(model, range(1, 4), 3, update=partial(rd.gated, bias=bias))
+        for num_steps in (1, 2, 4):
+            assert torch.equal(hosts.outcome(model(**inputs, num_steps=num_steps)), expected)
+        ungraft(model)
+
+
+@each_decoder
+def test_before_training_a_gated_graft_decodes_as_its_host_under_every_policy(name):
+    model, prompt = hosts.host(name), hosts.padded()
+    settings = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(**prompt, **settings)
+    graft(model, range(1, 4), 3)
+    for kv in POLICIES:
+        model.recurrence.kv = kv
+        found = model.generate(**prompt, **settings)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found.logits, expected.logits, strict=True))
+
+
+@each_host
+def test_ungraft_gives_the_host_back(name):
+    model = hosts.host(name)
+    before, config, kind = copy.deepcopy(model), model.config.to_dict(), type(model)
+    kinds = [type(part) for part in model.modules()]
+    expected = hosts.outcome(model(**hosts.inputs(name)))
+    graft(model, range(1, 4), 3, drop=(0,))
+    assert is_graft(model)
+    assert isinstance(model, kind)
+    assert model.config.recurrence["core"] == [1, 4]
+    assert ungraft(model) is model
+    assert not is_graft(model)
+    assert type(model) is kind
+    assert [type(part) for part in model.modules()] == kinds
+    assert model.config.to_dict() == config
+    assert all(torch.equal(x, model.state_dict()[key]) for key, x in before.state_dict().items())
+    assert vars(model).keys() == vars(before).keys()
+    assert torch.equal(hosts.outcome(model(**hosts.inputs(name))), expected)
+
+
+@each_host
+def test_the_hosts_names_stay_and_the_new_ones_are_the_recurrences(name):
+    model = hosts.host(name)
+    before = {key: x.data_ptr() for key, x in model.state_dict(keep_vars=True).items()}
+    graft(model, range(1, 4), 3)
+    after = {key: x.data_ptr() for key, x in model.state_dict(keep_vars=True).items()}
+    assert after.items() >= before.items()
+    assert all(key.startswith("recurrence.core.update.") for key in after.keys() - before.keys())
+
+
+@each_decoder
+def test_every_run_of_a_layer_has_hidden_states_and_attentions_of_its_own(name):
+    model, tokens = hosts.host(name, attn_implementation="eager"), hosts.tokens()
+    wanted = {"output_hidden_states": True, "output_attentions": True}
+    host = model(tokens, **wanted)
+    graft(model, range(1, 4), 3)
+    one, three = model(tokens, **wanted, num_steps=1), model(tokens, **wanted)
+    if len(three.hidden_states) == 6:  # the host collects what it sees itself, which is the anchor within the core
+        assert name in ("bloom", "falcon", "gptj")
+        return
+    assert (len(three.hidden_states), len(three.attentions)) == (1 + 2 + 3 * 3, 2 + 3 * 3)
+    assert all(torch.equal(x, y) for x, y in zip(one.hidden_states, host.hidden_states, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(one.attentions, host.attentions, strict=True))
+
+
+def test_a_host_that_scales_by_its_layers_number_is_met_exactly():
+    model = hosts.host("gpt2", scale_attn_by_inverse_layer_idx=True)
+    expected = model(hosts.tokens()).logits
+    graft(model, range(1, 4), 3)
+    assert torch.equal(model(hosts.tokens()).logits, expected)
+
+
+def test_a_bfloat16_host_gets_a_bfloat16_recurrence_and_is_met_exactly():
+    model = hosts.host("llama").bfloat16()
+    expected = model(hosts.tokens()).logits
+    graft(model, range(1, 4), 3)
+    assert {p.dtype for p in model.recurrence.parameters()} == {torch.bfloat16}
+    assert torch.equal(model(hosts.tokens()).logits, expected)
+
+
+def test_on_the_meta_device_a_graft_stays_there():
+    model = graft(hosts.host("llama").to("meta"), range(1, 4), 3)
+    assert all(p.is_meta for p in model.parameters())
+    assert model(hosts.tokens().to("meta")).logits.shape == (2, 9, hosts.VOCAB)
+
+
+def test_a_copy_has_a_loop_of_its_own():
+    model = hosts.grafted("llama")
+    twin = copy.deepcopy(model)
+    expected = model(hosts.tokens()).logits
+    assert torch.equal(twin(hosts.tokens()).logits, expected)
+    hosts.randomise(twin.recurrence)
+    assert torch.equal(model(hosts.tokens()).logits, expected)
+    assert not torch.equal(twin(hosts.tokens()).logits, expected)
+
+
+def test_a_graft_goes_through_pickle(tmp_path):
+    model = hosts.grafted("llama", drop=(0,))
+    torch.save(model, tmp_path / "model.pt")
+    twin = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert type(twin) is type(model)
+    assert torch.equal(twin(hosts.tokens()).logits, model(hosts.tokens()).logits)
+
+
+def test_plain_looping_replaces_the_state_by_what_the_blocks_say():
+    model, tokens = hosts.host("llama"), hosts.tokens()
+    layers = list(model.model.layers)
+    graft(model, range(1, 4), 2, update=rd.plain)
+    looped = model(tokens).logits
+    ungraft(model)
+    model.model.layers = torch.nn.ModuleList([layers[0], *layers[1:4], *layers[1:4], layers[4]])
+    model.config.num_hidden_layers = 8
+    model.config.layer_types = None
+    torch.testing.assert_close(looped, model(tokens, use_cache=False).logits)
+
+
+def test_dropped_layers_are_left_out():
+    model, tokens = hosts.host("llama"), hosts.tokens()
+    layers = list(model.model.layers)
+    graft(model, range(3, 5), 1, drop=(0, 2))
+    shorter = model(tokens).logits
+    ungraft(model)
+    model.model.layers = torch.nn.ModuleList([layers[1], *layers[3:]])
+    model.config.num_hidden_layers = 3
+    assert torch.equal(shorter, model(tokens, use_cache=False).logits)
+
+
+def test_a_start_that_is_the_anchor_alone_reads_no_state():
+    inject = rd.ConcatProjection(8)
+    rd.Injection.start_at_anchor(rd.KeepState())  # nothing to start there
+    inject.start_at_anchor()
+    anchor, state = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    assert torch.equal(inject(state, inject.begin(anchor, rd.Call(2)), 1), anchor)

@@ -1,0 +1,129 @@
+"""What a graft refuses, and that a refusal leaves the host as it was."""
+
+import copy
+
+import hosts
+import jaxtyping
+import pytest
+import torch
+from torch import nn
+
+import recurrent_depth as rd
+from recurrent_depth.hf import graft, ungraft
+
+
+def routed(dim):
+    return rd.RoutedUpdate(rd.plain(dim), rd.expert_choice(dim, 3), rd.Interpolate())
+
+
+REFUSED = {
+    "behind the end": ({"core": range(3, 6)}, r"core is range\(3, 6\), but the model has 5 layers, 0 to 4"),
+    "before the start": ({"core": range(-1, 2)}, "5 layers, 0 to 4"),
+    "empty": ({"core": range(2, 2)}, "empty"),
+    "reversed": ({"core": range(3, 1)}, "empty"),
+    "backwards": ({"core": [3, 2, 1]}, "in a row"),
+    "with a gap": ({"core": [1, 3]}, "in a row"),
+    "no layers": ({"core": 3}, "range or a list"),
+    "no numbers": ({"core": ["1"]}, "whole number"),
+    "overlapping": ({"drop": (1,)}, "overlaps with core"),
+    "dropped twice": ({"drop": (0, 0)}, "once each"),
+    "dropped beyond": ({"drop": (7,)}, "0 to 4"),
+    "no steps": ({"num_steps": 0}, "num_steps is 0"),
+    "half a step": ({"num_steps": 1.5}, "num_steps is 1.5"),
+    "a made update": ({"update": rd.gated(32)}, "GatedDepthUpdate"),
+    "an update of another kind": ({"update": lambda dim: nn.Linear(dim, dim)}, "DepthUpdate"),
+    "a router": ({"update": routed}, "picks tokens"),
+    "a policy's class": ({"kv": rd.KeepMean}, "give an instance"),
+    "a path to nowhere": ({"layers": "model.blocks"}, r"'model.layers' \(5 LlamaDecoderLayer\)"),
+    "a path to something else": ({"layers": "model.norm"}, "nn.ModuleList"),
+    "a foreign list": ({"layers": nn.ModuleList([nn.Linear(2, 2)])}, "nn.ModuleList of LlamaForCausalLM"),
+    "a width": ({"dim": 0}, "dim is 0"),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_type_checks(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_leaves_the_host_as_it_was(case):
+    settings, message = REFUSED[case]
+    model = hosts.host("llama")
+    config, before, kinds = model.config.to_dict(), vars(model).keys(), [type(part) for part in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        graft(model, **{"core": range(1, 3), "num_steps": 2} | settings)
+    assert model.config.to_dict() == config
+    assert vars(model).keys() == before
+    assert [type(part) for part in model.modules()] == kinds
+
+
+def test_an_unknown_argument_is_refused():
+    with pytest.raises(TypeError, match="depth"):
+        graft(hosts.host("llama"), range(1, 3), 2, depth=3)
+
+
+def test_a_graft_is_not_grafted_again():
+    model = hosts.grafted("llama")
+    with pytest.raises(ValueError, match="ungraft"):
+        graft(model, range(1, 3), 2)
+    with pytest.raises(ValueError, match="ungraft"):
+        graft(model.model.layers, range(1, 3), 2)
+    with pytest.raises(ValueError, match="ungraft"):
+        graft(nn.Sequential(model), range(1, 3), 2)
+    graft(ungraft(model), range(1, 3), 2)
+
+
+def test_what_is_no_graft_is_not_taken_out():
+    with pytest.raises(ValueError, match="no graft"):
+        ungraft(hosts.host("llama"))
+    with pytest.raises(ValueError, match="model is"):
+        graft("gpt2", range(1, 3), 2)
+
+
+class Twins(nn.Module):
+    """Two lists that might be meant."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.second = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+
+def test_layers_that_cannot_be_told_are_asked_for():
+    with pytest.raises(ValueError, match=r"'first' \(3 Linear\), 'second' \(3 Linear\).*layers="):
+        graft(Twins(), [1], 2)
+    with pytest.raises(ValueError, match="There is no nn.ModuleList"):
+        graft(nn.Linear(4, 4), [1], 2)
+    graft(Twins(), [1], 2, layers="second", dim=4)
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, 1.5, "2", [1, 2], True])
+def test_depths_that_are_none_are_refused_and_change_nothing(num_steps):
+    model, tokens = hosts.grafted("llama"), hosts.tokens()
+    expected = model(tokens).logits
+    with pytest.raises(ValueError, match=r"num_steps|one depth for all rows"):
+        model(tokens, num_steps=num_steps)
+    with pytest.raises(ValueError, match=r"num_steps|one depth for all rows"):
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2, num_steps=num_steps)
+    assert torch.equal(model(tokens).logits, expected)
+
+
+def test_a_host_that_leaves_layers_out_at_random_is_refused_when_it_does():
+    model = hosts.host("opt", layerdrop=0.6)
+    graft(model, range(1, 4), 2).train()
+    with pytest.raises(ValueError, match="layerdrop"):
+        for _ in range(20):
+            model(hosts.tokens())
+    assert model.eval()(hosts.tokens()).logits.isfinite().all()
+
+
+def test_a_cache_of_another_model_is_refused():
+    from transformers import DynamicCache
+
+    from recurrent_depth.hf.versions import CACHE
+
+    model, other = hosts.grafted("llama"), copy.deepcopy(hosts.host("llama").config)
+    other.num_hidden_layers = 2
+    with pytest.raises(ValueError, match="cache"):
+        model(hosts.tokens(), **{CACHE: DynamicCache(config=other)})
