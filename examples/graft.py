@@ -7,7 +7,8 @@
     python examples/graft.py --text my_texts/ --train-core --lora-rank 0 --distill 0.5 --out runs/other
 
 Stop it with Ctrl-C, or let it be killed: the same command goes on from the last checkpoint. Every method that was run
-into one folder stands in its table.
+into one folder stands in its table. The healed graft is saved in `graft/model`, to be loaded by
+`load_graft(folder, update=partial(corrected, bias=0.0))` with `corrected` of `grafting/injection.py`.
 """
 
 from dataclasses import asdict

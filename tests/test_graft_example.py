@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,18 @@ from processes import EXAMPLES, kill, start, wait_until
 
 sys.path.insert(0, str(EXAMPLES))
 # isort: split
+from graft import plan
 from grafting.arguments import GraftArguments, parse
-from grafting.healing import FromTwo, logits_of, sampler, trained_part
+from grafting.healing import FromTwo, logits_of, sampler, trained_part, window_losses
 from grafting.host import find_host
+from grafting.injection import corrected
+from grafting.measure import final_windows
 from grafting.methods import build, num_trained
 from grafting.table import as_markdown, comparable, paired
 from journal import read_journal
 
 import recurrent_depth as rd
+from recurrent_depth.hf import load_graft
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(300))
 GRAFT = "--core 1 6 --lora-rank 1"
@@ -98,6 +103,16 @@ def test_every_method_stands_in_one_table(finished) -> None:
     assert all(row["losses"] == pytest.approx(rows[0]["losses"], abs=1e-5) for row in rows[1:4])
     assert written.count("- The graft at") == 2
     assert (folder / "grafting.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_saved_graft_is_the_healed_one(finished, host: Path, text: Path) -> None:
+    folder = finished[0] / "graft"
+    model = load_graft(folder / "model", update=partial(corrected, bias=0.0)).eval()
+    assert all("lora" not in name for name, _ in model.named_parameters())
+    healed = json.loads((folder / "after.json").read_text())
+    windows = final_windows(plan(parse([*TINY, "--host", str(host), "--text", str(text)]), num_processes=1))
+    for depth, losses in zip((1, 2, 4), window_losses(model, windows, (1, 2, 4), 2, bf16=False), strict=True):
+        assert losses.tolist() == pytest.approx(healed["losses"][str(depth)], abs=1e-4)
 
 
 def test_training_lowers_the_loss(finished) -> None:

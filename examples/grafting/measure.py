@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from grafting.healing import measured_depths, window_losses
 from grafting.host import find_host, load_host
-from grafting.methods import build, num_trained
+from grafting.methods import build, merged, num_trained
 
 Losses = dict[str, list[float]]
 """By number of steps, in nats per token of each window."""
@@ -33,13 +33,18 @@ def untrained(job: Job, device: torch.device) -> tuple[Losses, Losses]:
 
 
 def summary(job: Job, accelerator: Accelerator, trained: nn.Module) -> dict[str, Any]:
-    """Everything that the table and the plot need of this method; `trained` are its weights after the last step."""
+    """Everything that the table and the plot need of this method; `trained` are its weights after the last step.
+
+    A graft is also saved as a model, the LoRA merged into it.
+    """
     arguments, device = job.arguments, accelerator.device
     host, before = untrained(job, device)
     model = build(load_host(find_host(arguments.graft.host)).to(device), arguments.graft).to(device)
     model.load_state_dict(trained.state_dict(), strict=False)
     depths = measured_depths(model, arguments.text.depths)
     after = measured(job.folder / "after.json", model, depths, job, compared=tuple(job.config))
+    if arguments.graft.method == "graft":
+        merged(model).save_pretrained(job.folder / "model")
     recipe, taken = arguments.recipe, [r for r in read_journal(job.folder / "log.jsonl") if "loss" in r]
     rows = recipe.batch_size * recipe.accumulation * accelerator.num_processes
     return {

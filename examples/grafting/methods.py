@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import peft
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 import recurrent_depth as rd
@@ -63,6 +64,16 @@ def lora(host: Any, arguments: GraftArguments) -> Any:
         core = layers[slice(*arguments.core)]
         wanted += sum(parameter.numel() for parameter in core.parameters())
     return _with_lora(host, _ranks(linear, wanted))
+
+
+def merged(model: Any) -> Any:
+    """The model with every LoRA added to the weights that it corrects: a graft of the host's own kind of layers."""
+    for name, part in list(model.named_modules()):
+        if isinstance(part, BaseTunerLayer):
+            part.merge()
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, part.get_base_layer())
+    return model
 
 
 class LinearAdapter(nn.Module):
