@@ -3,8 +3,7 @@
 import pytest
 import torch
 from looped import DESCRIPTIONS, PICKING, made, some_tokens
-from transformers import DynamicCache, StaticCache, TextStreamer, pipeline
-from transformers.generation import GenerationConfig
+from transformers import DynamicCache, GenerationConfig, StaticCache, TextStreamer, pipeline
 
 import recurrent_depth as rd
 from recurrent_depth.hf import RecurrentDepthForCausalLM

@@ -70,9 +70,9 @@ def _described(
     form: str,
     init_std: float,
     layout: list[int] | None = None,
-    num_blocks: int | None = None,
+    num_blocks: int = 1,
     update: dict[str, float] | None = None,
-    **sizes: int,
+    **sizes: Any,
 ) -> RecurrentDepthConfig:
     return RecurrentDepthConfig(
         builder=builder,
@@ -87,12 +87,12 @@ def _described(
 def _preset(*, builder: str, name: str) -> RecurrentDepthConfig:
     with torch.device("meta"):
         model: rd.RecurrentTransformer = getattr(rd.presets, name)()
-    attention = model.core.stack.blocks[0].attention
+    attention: Any = model.core.stack.blocks[0].attention
     return RecurrentDepthConfig(
         builder="grt" if name.startswith("grt") else "dense",
         layout=list(model.layout),
         hidden_size=model.embed.dim,
         num_attention_heads=attention.num_heads,
         vocab_size=model.embed.token.num_embeddings,
-        max_position_embeddings=model.embed.num_positions,
+        max_position_embeddings=model.embed.num_positions or rd.presets.CONTEXT_LENGTH,
     )

@@ -101,13 +101,14 @@ class RecurrentDepthModel(RecurrentDepthPreTrainedModel):
             passed = run(native, tokens, depth, given, kv, every_step=output_steps or between_too)
         if slots is not None:
             slots.close()
+        with_cache: dict[str, Any] = {CACHE: cache}
         return RecurrentDepthOutput(
             last_hidden_state=passed.hidden,
             hidden_states=hidden_states(native, between, passed) if between_too else None,
             step_states=tuple(state.h for state in passed.states) if output_steps else None,
             gates=tuple(1 - state.write for state in passed.states) if output_steps else None,
             losses=passed.losses or None,
-            **{CACHE: cache},
+            **with_cache,
         )
 
     @property

@@ -68,7 +68,7 @@ def _called(what: str, function: Callable[..., Any], *arguments: Any, **named: A
         raise ValueError(f"{what} does not take what the configuration gives: {error}.") from error
 
 
-def _lookup(kind: str, name: object, known: Mapping[str, Any]) -> Any:
+def _lookup(kind: str, name: Any, known: Mapping[str, Any]) -> Any:
     if name not in known:
         raise ValueError(f"there is no {kind} {name!r}; those that a configuration can name are {sorted(known)}.")
     return known[name]

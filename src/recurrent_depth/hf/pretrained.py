@@ -29,14 +29,18 @@ class RecurrentDepthPreTrainedModel(PreTrainedModel):
     @property
     def native(self) -> rd.RecurrentTransformer:
         """The library's own model, which computes everything: for `rd.generate`, `rd.accounting`, `compile_step`."""
-        return self.base_model.transformer
+        return self._base.transformer
+
+    @property
+    def _base(self) -> Any:
+        return self.base_model
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Gives every weight that was not loaded its start, as the builder does: the gate its bias, and so on."""
         with guard_torch_init_functions():  # leaves alone what was loaded
             initialise(self.native)
-            for policy in self.base_model.kv.modules():
+            for policy in self._base.kv.modules():
                 if callable(getattr(policy, "reset_parameters", None)):
                     policy.reset_parameters()
 
@@ -45,14 +49,15 @@ class RecurrentDepthPreTrainedModel(PreTrainedModel):
         std, draw = self.native.weight_start
         if isinstance(module, nn.Linear | nn.Embedding):
             draw(module.weight, std)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            bias: Any = getattr(module, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def get_input_embeddings(self) -> nn.Module:
         """The table of the tokens."""
         return self.native.embed.token
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         """Puts another table in its place."""
         self.native.embed.token = value
 
@@ -60,7 +65,7 @@ class RecurrentDepthPreTrainedModel(PreTrainedModel):
         """The head's linear layer; None where the head is the table of the tokens."""
         return self.native.head.linear if isinstance(self.native.head, rd.Head) else None
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
         """Puts another linear layer into the head."""
         self.native.head.linear = new_embeddings
 
