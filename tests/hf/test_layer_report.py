@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+import hosts
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from recurrent_depth.hf import layer_report
+import recurrent_depth as rd
+from recurrent_depth.hf import graft, layer_report
 
 
 class Turn(nn.Module):
@@ -245,6 +247,38 @@ def test_an_encoder_of_torch_is_measured():
     assert len(report.layers) == 3
 
 
+@pytest.mark.parametrize("name", hosts.DECODERS)
+def test_losses_of_looped_windows_are_those_of_grafts_with_the_plain_loop(name):
+    tokens = hosts.tokens()
+    report = layer_report(hosts.host(name), tokens, num_steps=3, core_length=2)
+    assert report.loss == pytest.approx(next_token_loss(hosts.host(name), tokens), abs=1e-5)
+    for core, _, looped in report.windows[1:3]:
+        looping = graft(hosts.host(name), core, 3, update=rd.plain)
+        assert looped == pytest.approx(next_token_loss(looping, tokens), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", hosts.DECODERS)
+def test_losses_of_skipped_layers_are_those_of_grafts_that_drop_them(name):
+    tokens = hosts.tokens()
+    report = layer_report(hosts.host(name), tokens)
+    without = graft(hosts.host(name), range(3, 4), 1, drop=[1])
+    assert report.layers[1].skipped == pytest.approx(next_token_loss(without, tokens), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", hosts.ENCODERS)
+def test_every_encoder_is_measured(name):
+    def sizes(output, batch):
+        return output.last_hidden_state.square().mean(dim=(1, 2))
+
+    host = hosts.host(name)
+    report = layer_report(host, hosts.inputs(name), core_length=2, losses=sizes)
+    for core, _, looped in report.windows:
+        looping = graft(hosts.host(name), core, 2, update=rd.plain)
+        with torch.no_grad():
+            expected = float(sizes(looping(**hosts.inputs(name)), {}).mean())
+        assert looped == pytest.approx(expected, rel=1e-4)
+
+
 # What stays as it was ------------------------------------------------------------------------------------------------
 
 
@@ -336,8 +370,6 @@ def test_layers_that_do_not_run_once_each_in_order_are_refused(x):
 
 
 def test_a_graft_is_refused():
-    from recurrent_depth.hf import graft
-
     with pytest.raises(ValueError, match="ungraft"):
         layer_report(graft(llama(), core=range(2, 4), num_steps=2), TOKENS)
 

@@ -58,7 +58,7 @@ def layer_report(
     Reference: block influence is that of Men et al., 2024, arXiv 2403.03853; the angular distance that of Gromov et
     al., 2024, arXiv 2403.17887, who take it at the last token alone.
     """
-    if is_graft(model):
+    if any(is_graft(part) for part in model.modules()):
         raise ValueError("model has a graft; the report is on hosts without one: ungraft(model) first.")
     inputs = HostInputs.of(model, tokens, mask, batch_size)
     found = list(find_layers(model, layers))
