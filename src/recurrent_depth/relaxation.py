@@ -1,6 +1,6 @@
 """Relaxed tying: the shared weights plus a low-rank correction for each step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class StepCorrections(nn.Module):
         skip_first: step 0 runs the bare module.
         vectors: the module's vectors, such as biases and the scales of norms, get an offset per step too.
         matrix_of: says which layers are linear, and what their matrices are; `nn.Linear` by default.
+        name_of: what a correction is called, by the path of what it corrects; that path itself by default.
 
     Raises:
         ValueError: if `num_steps` is below 1 or `rank` below 0, if `skip_first` leaves no step, if there is no
@@ -48,6 +49,7 @@ class StepCorrections(nn.Module):
         skip_first: bool = False,
         vectors: bool = False,
         matrix_of: MatrixOf = linear_matrix,
+        name_of: Callable[[str], str] = str,
     ):
         super().__init__()
         self.num_steps = require_whole("num_steps", num_steps, at_least=1)
@@ -62,8 +64,7 @@ class StepCorrections(nn.Module):
         self.layers = {name: LowRank(matrix, num_corrected, rank) for name, matrix in matrices.items()}
         given = {name: vector for name, vector in module.named_parameters() if vector.ndim == 1 and vectors}
         self.vectors = {name: Offset(vector, num_corrected) for name, vector in given.items()}
-        _plant(self, self.layers)
-        _plant(self, self.vectors)
+        _plant(self, {name_of(path): part for path, part in (self.layers | self.vectors).items()})
 
     def forward(self, module: nn.Module, step: int, *arguments: Any, **named: Any) -> Any:
         """`module(*arguments, **named)` under the corrections of this step."""

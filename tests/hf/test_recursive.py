@@ -71,7 +71,7 @@ def test_at_rank_zero_the_layers_are_tied():
 def test_the_higher_the_rank_the_nearer_to_the_host():
     model = moved("llama")
     expected = model(tokens()).logits
-    ranks = [0, 4, 8, 16, FULL]
+    ranks = [4, 28, FULL]
     found = [recurse(copy.deepcopy(model), CORE, 2, rank=rank)(tokens()).logits for rank in ranks]
     distances = [torch.dist(logits, expected).item() for logits in found]
     assert distances == sorted(distances, reverse=True)
@@ -100,8 +100,8 @@ def test_the_tied_layers_keep_the_first_names_and_the_others_are_gone():
     kept = [name for name in recursive.state_dict() if not name.startswith("recurrence.")]
     assert kept == [name for name in names if not name.startswith(gone)]
     new = [name for name in recursive.state_dict() if name.startswith("recurrence.")]
-    assert "recurrence.core.stack.corrections.0.self_attn.q_proj.A" in new
-    assert "recurrence.core.stack.corrections.1.input_layernorm.weight.offset" in new
+    assert "recurrence.core.stack.corrections.0_self_attn_q_proj.A" in new
+    assert "recurrence.core.stack.corrections.1_input_layernorm_weight.offset" in new
     for name, weight in recursive.named_parameters():
         assert name.startswith("recurrence.") or weight is optimised[name]
     assert len(recursive.model.layers) == 5

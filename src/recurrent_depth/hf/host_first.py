@@ -14,8 +14,7 @@ from recurrent_depth.update import DepthState, DepthUpdate, initial_state
 class HostFirst(DepthUpdate):
     """Step 0 is `h = blocks(anchor)`, without projection, noise or gate; the later steps are another update's.
 
-    A forward of one step is thus the host itself, whatever the update within has learned (as long as that one reads
-    the state as it is).
+    A forward of one step is thus the host itself, whatever the update within has learned.
 
     Args:
         inner: takes the steps from 1 on.

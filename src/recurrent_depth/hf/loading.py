@@ -106,8 +106,10 @@ def _plant(model: Any, settings: dict[str, Any], update: UpdateFactory | None, k
     if "tied" in settings:
         max_steps = (end - first) // settings["tied"]
         how = {name: settings[name] for name in ("rank", "skip_first", "vectors")}
-        tie(model, layers, first, end, TiedStack(layers[first : first + settings["tied"]], max_steps, **how), how)
+        stack = TiedStack(list(layers[first : first + settings["tied"]]), max_steps, **how)
+        tie(model, layers, first, end, stack, how)
         model.recurrence.num_steps = settings["num_steps"]
+        model.config.recurrence |= {"num_steps": settings["num_steps"]}
         return
     graft(
         model,

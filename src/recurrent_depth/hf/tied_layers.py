@@ -53,7 +53,7 @@ class TiedStack(nn.Module):
         tied = TiedLayers(layers)
         self.num_tied = len(layers)
         self.corrections = StepCorrections(
-            tied, num_steps, rank, skip_first=skip_first, vectors=vectors, matrix_of=host_matrix
+            tied, num_steps, rank, skip_first=skip_first, vectors=vectors, matrix_of=host_matrix, name_of=_flat
         )
         self._tied = (tied,)  # in a tuple, so that the layers keep the host's names alone
 
@@ -71,3 +71,8 @@ class TiedStack(nn.Module):
         if slots is not None:
             calls = [call.with_cache(slots.view(step)) for call in calls]
         return self.corrections(self.tied, step, x, calls)
+
+
+def _flat(path: str) -> str:
+    """A name of one piece: what selects the host's layers by their last name, as adapters do, finds them alone."""
+    return path.replace(".", "_")
