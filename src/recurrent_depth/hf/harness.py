@@ -1,0 +1,83 @@
+"""Recurrent models as lm-evaluation-harness sees them. It needs `lm-eval`."""
+
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
+# (It takes the launcher beside this file for the harness.)
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from recurrent_depth.depth import require_whole
+from recurrent_depth.hf.configuration import RecurrentDepthConfig
+from recurrent_depth.hf.loading import load_graft
+from recurrent_depth.hf.saving import CONFIG, unsealed
+
+
+class Grafts:
+    """Loads folders of grafts, where the harness expects an Auto class."""
+
+    from_pretrained = staticmethod(load_graft)
+
+
+class RecurrentLM(HFLM):
+    """The harness's own Hugging Face model, which also loads grafts and evaluates at a fixed number of steps.
+
+    Args:
+        pretrained: a folder of a native model or of a graft, or a model.
+        num_steps: how many steps every request takes; by default as many as the model does by itself. It stands in
+            the results, beside the model's arguments.
+        arguments: those of the harness's model `hf`.
+
+    Raises:
+        ValueError: if `num_steps` is not a whole number of at least 1, or the model has no steps.
+    """
+
+    def __init__(self, pretrained: str | PreTrainedModel, *, num_steps: int | None = None, **arguments: Any):
+        super().__init__(pretrained, **arguments)
+        default = default_steps(self.config)
+        if default is None:
+            raise ValueError(f"{pretrained} has no steps: it is neither a graft nor a model of this library.")
+        self.num_steps = default if num_steps is None else require_whole("num_steps", num_steps, at_least=1)
+
+    def _get_config(self, pretrained: str, **arguments: Any) -> None:
+        path = Path(pretrained) / CONFIG
+        said = json.loads(path.read_text()) if path.exists() else {}
+        if "recurrence" in said:
+            self._config = CONFIG_MAPPING[said["model_type"]].from_dict(unsealed(said))
+        else:
+            super()._get_config(pretrained, **arguments)
+
+    def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **arguments: Any) -> None:
+        if tokenizer is None and isinstance(pretrained, str) and getattr(self.config, "recurrence", None) is not None:
+            # By itself it would read the configuration, which of some grafts only our loader can.
+            begins = {} if arguments["add_bos_token"] is None else {"add_bos_token": arguments["add_bos_token"]}
+            tokenizer = AutoTokenizer.from_pretrained(pretrained, config=self.config, **begins)
+        super()._create_tokenizer(pretrained, tokenizer, **arguments)
+
+    def _create_model(self, pretrained: str, **arguments: Any) -> None:
+        if getattr(self.config, "recurrence", None) is not None:
+            self.AUTO_MODEL_CLASS = Grafts
+        super()._create_model(pretrained, **arguments)
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        mixed = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
+            return self.model(inps, num_steps=self.num_steps).logits
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **arguments: Any) -> Tensor:
+        return super()._model_generate(context, max_length, stop, **arguments, num_steps=self.num_steps)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes into the results, and the number of steps."""
+        return {**super().get_model_info(), "num_steps": self.num_steps}
+
+
+def default_steps(config: PreTrainedConfig) -> int | None:
+    """How many steps a model of this configuration takes by itself; None where it has none."""
+    if getattr(config, "recurrence", None) is not None:
+        return config.recurrence["num_steps"]
+    return config.layout[2] if isinstance(config, RecurrentDepthConfig) else None
