@@ -42,7 +42,7 @@ class HostList(Host):
 @functools.cache
 def host_class(model: type[nn.Module]) -> type[nn.Module]:
     """The class of grafted models of a class: its `forward` takes `num_steps`, and so does `generate`."""
-    own = named_like(model) | {"_original_class": model}
+    own: dict[str, Any] = named_like(model) | {"_original_class": model}
     if issubclass(model, nn.ModuleList):
         return type(model.__name__, (HostList, model), own)
     own["forward"] = with_steps(model.forward)

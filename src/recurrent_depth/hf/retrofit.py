@@ -107,7 +107,6 @@ def retrofit(
     before = sum(place < first for place in drop)
     update = partial(adapted, start=start, bias=bias)
     shifted = range(first - before, end - before)
-    graft(model, shifted, num_steps, update=update, kv=kv, layers=found, host_first=host_first)
-    adapters = [part for part in model.recurrence.modules() if isinstance(part, ConcatProjection)]
-    adapter_start(adapters[0])
-    return model
+    made = graft(model, shifted, num_steps, update=update, kv=kv, layers=found, host_first=host_first)
+    adapter_start(next(part for part in made.recurrence.modules() if isinstance(part, ConcatProjection)))
+    return made
