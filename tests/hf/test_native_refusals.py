@@ -1,13 +1,20 @@
 """What a native model refuses, and how it says so."""
 
+import jaxtyping
 import pytest
 import torch
 from looped import config_of, made, some_tokens
 from transformers import DynamicCache, StaticCache
 
 import recurrent_depth as rd
-from recurrent_depth.hf import RecurrentDepthConfig, RecurrentDepthForCausalLM
+from recurrent_depth.hf import RecurrentDepthConfig, RecurrentDepthForCausalLM, SampleDepth
 from recurrent_depth.hf.versions import CACHE
+
+
+@pytest.fixture(autouse=True)
+def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch):
+    """Without the hook of the tests, which would name a wrong type before the library does."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.mark.parametrize(
@@ -120,3 +127,10 @@ def test_an_old_argument_has_its_old_meaning():
 def test_a_preset_layout_must_be_four_numbers():
     with pytest.raises((TypeError, ValueError)):
         RecurrentDepthConfig(layout=[1, 2])
+
+
+def test_a_depth_for_each_step_needs_a_sampler_and_a_loop():
+    with pytest.raises(ValueError, match="no loop"):
+        SampleDepth(rd.UniformDepth(3)).on_train_begin(None, None, None, model=torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="sampler"):
+        SampleDepth(3)

@@ -186,13 +186,6 @@ def test_trainer_in_bfloat16_with_recomputation_learns_and_evaluates(tmp_path):
     assert trainer.evaluate()["eval_loss"] < 3.7
 
 
-def test_a_depth_for_each_step_needs_a_loop(tmp_path):
-    with pytest.raises(ValueError, match="no loop"):
-        SampleDepth(rd.UniformDepth(3)).on_train_begin(None, None, None, model=nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="sampler"):
-        SampleDepth(3)
-
-
 def adapted(model: RecurrentDepthForCausalLM) -> peft.PeftModel:
     lora = peft.LoraConfig(
         target_modules=r".*core\.stack.*\.(qkv|up)", r=2, modules_to_save=["update.gate"], init_lora_weights=False

@@ -1,11 +1,14 @@
 """What a looped model's forward gives beside what every model of transformers does."""
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 
+# Accelerate makes outputs of a dictionary, in place of the first field: their types are not to be checked.
+@no_type_check
 @dataclass
 class RecurrentDepthOutput(BaseModelOutputWithPast):
     """The states that the head reads, and what led to them.
@@ -26,6 +29,7 @@ class RecurrentDepthOutput(BaseModelOutputWithPast):
     losses: dict[str, Tensor] | None = None
 
 
+@no_type_check
 @dataclass
 class RecurrentDepthCausalLMOutput(CausalLMOutputWithPast):
     """Logits, loss, and what led to them.
