@@ -3,6 +3,7 @@
 import hosts
 import pytest
 import torch
+import torch._dynamo.testing
 from transformers import StaticCache
 
 from recurrent_depth.hf.versions import CACHE
@@ -47,6 +48,7 @@ def test_decoding_with_a_static_cache_compiles():
             torch.testing.assert_close(out.logits[:, 0], expected[:, at], atol=2e-5, rtol=1e-4)
 
 
+@torch.no_grad()
 def test_one_compiled_step_serves_every_depth():
     model, tokens = hosts.grafted("llama"), hosts.tokens()
     expected = [model(tokens, num_steps=n, use_cache=False).logits for n in (1, 2, 3, 4, 5)]

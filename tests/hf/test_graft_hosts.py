@@ -26,8 +26,8 @@ class TupleBlock(nn.Module):
         self.norm, self.linear = nn.LayerNorm(dim), nn.Linear(dim, dim)
 
     def forward(self, hidden, scale=1.0):
-        outputs = (hidden + scale * self.linear(self.norm(hidden)), None)
-        return outputs + ("more",)
+        outputs = (hidden + scale * self.linear(self.norm(hidden)),)
+        return (*outputs, None)
 
 
 class TupleModel(nn.Module):

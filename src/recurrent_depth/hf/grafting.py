@@ -83,7 +83,7 @@ def graft(
 
 
 def plant(
-    model: nn.Module, layers: nn.ModuleList, recurrence: Recurrence, *, drop: Iterable[int], settings: dict[str, Any]
+    model: Any, layers: nn.ModuleList, recurrence: Recurrence, *, drop: Iterable[int], settings: dict[str, Any]
 ) -> Any:
     """Puts a loop into a model whose layers and settings were checked. Other ways to graft end here too.
 

@@ -40,7 +40,7 @@ class HostList(Host):
 
 
 @functools.cache
-def host_class(model: type[nn.Module]) -> type[nn.Module]:
+def host_class(model: type[nn.Module]) -> Any:
     """The class of grafted models of a class: its `forward` takes `num_steps`, and so does `generate`."""
     own: dict[str, Any] = named_like(model) | {"_original_class": model}
     if issubclass(model, nn.ModuleList):
@@ -59,7 +59,7 @@ def with_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
         with self.recurrence.at_depth(num_steps):
             return forward(self, *arguments, **keywords)
 
-    deeper.__signature__ = _with_steps(inspect.signature(forward))  # pyright: ignore[reportFunctionMemberAccess]
+    vars(deeper)["__signature__"] = _with_steps(inspect.signature(forward))
     return deeper
 
 

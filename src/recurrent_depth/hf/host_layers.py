@@ -66,7 +66,7 @@ def _listed(lists: dict[str, nn.ModuleList]) -> str:
 
 def text_config(model: nn.Module) -> Any:
     """The configuration of the language model where there are several; None without one."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
 
 

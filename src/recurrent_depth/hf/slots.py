@@ -15,7 +15,7 @@ from recurrent_depth.hf.layer_form import gives_tuple
 class Seat(NamedTuple):
     """Where a slot is: its host (the loop is `host.recurrence`), its place in the core, and the core's size."""
 
-    host: nn.Module
+    host: Any
     index: int
     num_core: int
 
@@ -122,7 +122,7 @@ def noted(run: Any, hidden: str, arguments: tuple[Any, ...], keywords: dict[str,
 
 
 def _count(cache: Cache, layer: int, x: Tensor) -> None:
-    held = cache.layers[layer] if layer < len(cache.layers) else None
+    held: Any = cache.layers[layer] if layer < len(cache.layers) else None
     heads, size = (1, 1) if getattr(held, "keys", None) is None else (held.keys.shape[1], held.keys.shape[3])
     blank = torch.zeros(x.shape[0], heads, x.shape[1], size, dtype=x.dtype, device=x.device)
     cache.update(blank, blank, layer)
