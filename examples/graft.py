@@ -4,6 +4,7 @@
     python examples/graft.py                                        # on Python's own sources
     python examples/graft.py --method lora                          # the controls, of as many trained parameters
     python examples/graft.py --method adapter
+    python examples/graft.py --publish docs/results                 # its table and plot, once more, elsewhere
     python examples/graft.py --text my_texts/ --train-core --lora-rank 0 --distill 0.5 --out runs/other
 
 Stop it with Ctrl-C, or let it be killed: the same command goes on from the last checkpoint. Every method that was run
@@ -57,15 +58,16 @@ def plan(arguments: Arguments, num_processes: int) -> Job:
     )
 
 
-def report(folder: Path) -> None:
+def report(folder: Path, publish: Path) -> None:
     """Table and plot of all methods of a folder, on the terminal and as files."""
     summaries = comparable(folder)
     logs = {name: read_journal(folder / name / "log.jsonl") for name in summaries}
     written = as_markdown(summaries)
-    (folder / "grafting.md").write_text(written + "\n")
-    write(folder / "grafting.json", as_json(summaries))
-    draw(summaries, logs, folder / "grafting.png")
-    print(f"\n{written}\n\nTable, figures and plot: {folder}/grafting.{{md,json,png}}")
+    publish.mkdir(parents=True, exist_ok=True)
+    (publish / "grafting.md").write_text(written + "\n")
+    write(publish / "grafting.json", as_json(summaries))
+    draw(summaries, logs, publish / "grafting.png")
+    print(f"\n{written}\n\nTable, figures and plot: {publish}/grafting.{{md,json,png}}")
 
 
 def heal(job: Job, accelerator: Accelerator, stop: StopRequest) -> None:
@@ -78,7 +80,7 @@ def heal(job: Job, accelerator: Accelerator, stop: StopRequest) -> None:
     stop.forget()
     if main:
         write(job.folder / "summary.json", summary(job, accelerator, trainer.trained))
-        report(job.arguments.run.out)
+        report(job.arguments.run.out, job.arguments.publish or job.arguments.run.out)
 
 
 def main() -> None:

@@ -156,6 +156,7 @@ def test_a_frozen_host_is_never_trained_at_one_step() -> None:
     assert {learning(draw).num_steps for draw in range(50)} == {1, 2, 3, 4}
     assert FromTwo(4, 0).expected().num_steps == 3
     assert sampler(GraftArguments(num_steps=3), 0)(5) == rd.Depth(3)
+    assert sampler(GraftArguments("lora", depth="uniform", num_steps=3), 0)(5) == rd.Depth(1)
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(finished, host: Path, text: Path, tmp_path: Path) -> None:
@@ -174,12 +175,15 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(finished, host: Path, text: 
     assert after[0] == after[1]
 
 
-def test_a_finished_run_reports_again(finished, host: Path, text: Path) -> None:
-    code, said = run(finished[0], host, text, "--method", "adapter")
+def test_a_finished_run_reports_again_and_elsewhere(finished, host: Path, text: Path, tmp_path: Path) -> None:
+    code, said = run(finished[0], host, text, "--method", "adapter", "--publish", str(tmp_path / "published"))
     assert code == 0, said
     assert "trained to the end before" in said
     assert (finished[0] / "grafting.md").read_text() in said
     assert "measuring" not in said
+    for name in ("grafting.md", "grafting.json"):
+        assert (tmp_path / "published" / name).read_text() == (finished[0] / name).read_text()
+    assert (tmp_path / "published" / "grafting.png").exists()
 
 
 def test_distillation_counts_the_distance_from_the_host(host: Path, text: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class GraftArguments:
     lora_rank: int = 4
     """Rank of a LoRA on all of the host's layers that is trained beside the loop, or beside the adapter; 0 for none.
     The control lora puts all parameters there."""
-    new_lr_scale: float = 0.1
+    new_lr_scale: float = 0.5
     """Multiplies the learning rate of the loop, or of the adapter's maps: full matrices, where LoRA's are thin."""
     distill: float = 0.0
     """Weight of the divergence from what the host says."""
@@ -67,7 +67,7 @@ class TextArguments:
     """A text file, or a folder of them. By default the Python standard library's own sources on this machine."""
     window: int = 512
     """Tokens per window."""
-    measured: int = 32
+    measured: int = 24
     """Held-out windows in the final table."""
     depths: tuple[int, ...] = (1, 2, 4)
     """Steps at which the graft is measured."""
@@ -82,7 +82,7 @@ class TextArguments:
             raise ValueError(f"depths is {self.depths}, but must hold numbers of steps from 1.")
 
 
-HEALING = RecipeArguments(steps=200, batch_size=2, lr=2e-3, weight_decay=0.0, warmup=10, bf16=True)
+HEALING = RecipeArguments(steps=80, batch_size=2, lr=3e-3, weight_decay=0.0, warmup=8, bf16=True)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class Arguments:
     graft: GraftArguments = field(default_factory=GraftArguments)
     text: TextArguments = field(default_factory=TextArguments)
     recipe: RecipeArguments = field(default_factory=lambda: HEALING)
-    run: RunArguments = field(default_factory=lambda: RunArguments(Path("runs/grafting"), save_every=20, eval_every=50))
+    publish: Path | None = None
+    """Another folder for table, figures and plot. With a finished run nothing is measured again for it."""
+    run: RunArguments = field(default_factory=lambda: RunArguments(Path("runs/grafting"), save_every=16, eval_every=16))
 
     def __post_init__(self) -> None:
         if self.recipe.compile or self.recipe.checkpointing:

@@ -78,7 +78,9 @@ def healing(job: Job, device: torch.device) -> Task:
 
 
 def sampler(arguments: GraftArguments, seed: int) -> rd.DepthSampler:
-    """How deep each step of the training goes; the controls run one pass whatever it says."""
+    """How deep each step of the training goes."""
+    if arguments.method != "graft":
+        return rd.FixedDepth(1)
     if arguments.depth == "fixed":
         return rd.FixedDepth(arguments.num_steps)
     learns_at_one = arguments.lora_rank > 0 or arguments.train_core

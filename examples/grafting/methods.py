@@ -13,7 +13,7 @@ from grafting.injection import corrected, normed
 from recurrent_depth.hf import graft, ungraft
 from recurrent_depth.hf.host_layers import find_layers
 
-SCALE = 2  # of every LoRA: its alpha is twice its rank
+ALPHA = 16  # of every LoRA, whatever its rank, so that one learning rate moves all of them equally far
 
 
 def build(host: Any, arguments: GraftArguments) -> Any:
@@ -139,9 +139,5 @@ def _ranks(linear: dict[str, int], wanted: int) -> dict[str, int]:
 
 
 def _with_lora(model: Any, ranks: dict[str, int]) -> Any:
-    config = peft.LoraConfig(
-        target_modules=list(ranks),
-        rank_pattern=ranks,
-        alpha_pattern={name: SCALE * rank for name, rank in ranks.items()},
-    )
+    config = peft.LoraConfig(lora_alpha=ALPHA, target_modules=list(ranks), rank_pattern=ranks)
     return peft.inject_adapter_in_model(config, model)
