@@ -8,8 +8,7 @@
     python examples/graft.py --text my_texts/ --train-core --lora-rank 0 --distill 0.5 --out runs/other
 
 Stop it with Ctrl-C, or let it be killed: the same command goes on from the last checkpoint. Every method that was run
-into one folder stands in its table. The healed graft is saved in `graft/model`, to be loaded by
-`load_graft(folder, update=partial(corrected, bias=0.0))` with `corrected` of `grafting/injection.py`.
+into one folder stands in its table. The healed graft is saved in `graft/model`, for `recurrent_depth.hf.load_graft`.
 """
 
 from dataclasses import asdict

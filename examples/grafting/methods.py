@@ -4,13 +4,13 @@ from functools import partial
 from typing import Any
 
 import peft
+import torch.nn.functional as F
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 import recurrent_depth as rd
 from grafting.arguments import GraftArguments
-from grafting.injection import corrected, normed
-from recurrent_depth.hf import graft, ungraft
+from recurrent_depth.hf import corrected, graft, ungraft
 from recurrent_depth.hf.host_layers import find_layers
 
 ALPHA = 16  # of every LoRA, whatever its rank, so that one learning rate moves all of them equally far
@@ -86,7 +86,7 @@ class LinearAdapter(nn.Module):
         nn.init.zeros_(self.map.bias)
 
     def forward(self, h: Tensor) -> Tensor:
-        return h + self.map(normed(h)).to(h.dtype)
+        return h + self.map(F.rms_norm(h, h.shape[-1:])).to(h.dtype)
 
     def behind(self, layer: nn.Module, inputs: tuple, out: Any) -> Any:
         """What a layer gave, with its hidden state adapted."""

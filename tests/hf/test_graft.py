@@ -1,6 +1,7 @@
 """Laws of a graft on every architecture: the host at one step, and at every depth before something is trained."""
 
 import copy
+import itertools
 from functools import partial
 
 import hosts
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import recurrent_depth as rd
-from recurrent_depth.hf import graft, is_graft, ungraft
+from recurrent_depth.hf import corrected, graft, is_graft, ungraft
 
 each_host = pytest.mark.parametrize("name", [*hosts.DECODERS, *hosts.ENCODERS])
 each_decoder = pytest.mark.parametrize("name", hosts.DECODERS)
@@ -52,8 +53,8 @@ def test_cache_and_gradients_of_one_step_are_the_hosts(name):
 def test_before_training_a_gated_graft_is_its_host_bit_for_bit_at_every_depth_and_bias(name):
     model, inputs = hosts.host(name), hosts.inputs(name)
     expected = hosts.outcome(model(**inputs))
-    for bias in (0.0, 4.0, -1.5):
-        graft(model, range(1, 4), 3, update=partial(rd.gated, bias=bias))
+    for update, bias in itertools.product((corrected, rd.gated), (0.0, 4.0, -1.5)):
+        graft(model, range(1, 4), 3, update=partial(update, bias=bias))
         for num_steps in (1, 2, 4):
             assert torch.equal(hosts.outcome(model(**inputs, num_steps=num_steps)), expected)
         ungraft(model)
@@ -185,3 +186,18 @@ def test_a_start_that_is_the_anchor_alone_reads_no_state():
     inject.start_at_anchor()
     anchor, state = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     assert torch.equal(inject(state, inject.begin(anchor, rd.Call(2)), 1), anchor)
+
+
+def test_outliers_of_the_state_do_not_rule_what_the_correction_learns():
+    """A hidden state with one feature a thousand times as large: each feature's gradient is of the same size."""
+    torch.manual_seed(0)
+    anchor = torch.randn(2, 5, 8)
+    anchor[..., 3] *= 1000
+    sizes = []
+    for update in (corrected(8), rd.gated(8, state_noise=0.0)):
+        update.inject.start_at_anchor()
+        seen = update.inject(anchor, update.inject.begin(anchor, rd.Call(2)), 1)
+        assert torch.equal(seen, anchor)
+        seen.backward(torch.ones_like(seen))
+        sizes.append(update.inject.state.weight.grad.abs().max())
+    assert sizes[0] < 2 * 5 * 8**0.5 + 1e-3 < sizes[1]  # no normalised feature is above the root of the width

@@ -1,5 +1,6 @@
 """Hugging Face: native models, and recurrence grafted onto pretrained ones. Imports transformers."""
 
+from recurrent_depth.hf.anchor_correction import AnchorCorrection, corrected
 from recurrent_depth.hf.checkpoints import from_checkpoint, to_checkpoint
 from recurrent_depth.hf.configuration import RecurrentDepthConfig
 from recurrent_depth.hf.dropping import drop_layers
@@ -24,6 +25,7 @@ from recurrent_depth.hf.retrofit import (
 from recurrent_depth.hf.sampled_depth import SampleDepth
 
 __all__ = [
+    "AnchorCorrection",
     "HostFirst",
     "LayerLine",
     "LayerReport",
@@ -36,6 +38,7 @@ __all__ = [
     "WindowLine",
     "adapted",
     "anchor_start",
+    "corrected",
     "draw_adapter",
     "drop_layers",
     "from_checkpoint",

@@ -1,14 +1,16 @@
 """Grafting: the middle layers of a pretrained model become a loop, and the model stays what it is."""
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any
 
 from torch import nn
 
-from recurrent_depth.builders import UpdateFactory, gated
+from recurrent_depth.builders import UpdateFactory
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import require_instance, require_whole
+from recurrent_depth.hf.anchor_correction import corrected
 from recurrent_depth.hf.description import describe_factory, describe_part
 from recurrent_depth.hf.host_calls import HostStack
 from recurrent_depth.hf.host_class import host_class, with_steps
@@ -21,15 +23,13 @@ from recurrent_depth.injection import Injection
 from recurrent_depth.kv_policy import KeepAll, KVStepPolicy
 from recurrent_depth.update import DepthUpdate
 
-GATED: UpdateFactory = partial(gated, bias=0.0)
-
 
 def graft(
     model: Any,
     core: Sequence[int],
     num_steps: int,
     *,
-    update: UpdateFactory = GATED,
+    update: UpdateFactory = corrected,
     kv: KVStepPolicy | None = None,
     drop: Sequence[int] = (),
     layers: nn.ModuleList | str | None = None,
@@ -41,16 +41,16 @@ def graft(
     No weight is copied. The host's parameters keep their names, the new ones are `recurrence.*`, and the model keeps
     its class, `generate` and tokenizer. Its `forward` and `generate` take `num_steps` for a call of another depth.
 
-    Step 0 is the host's own pass. The projection of the later ones starts as zero on the state and as the identity on
-    the anchor, so each starts as that same pass again: with `rd.gated` the model is exactly its host at every depth,
-    gate bias and policy until something is trained, and at one step always.
+    Step 0 is the host's own pass. What the later ones see starts as the anchor, so each starts as that same pass again:
+    with a gated update, `corrected` or `rd.gated`, the model is exactly its host at every depth, gate bias and policy
+    until something is trained, and at one step always.
 
     Args:
         model: a decoder, encoder or vision model of transformers, a module with a list of layers such as
             `nn.TransformerEncoder`, or a list of modules, which comes back as an `nn.ModuleList`.
         core: the layers of the core, counted from 0, in a row.
         num_steps: how often the core runs where a call says nothing else; kept as `model.recurrence.num_steps`.
-        update: makes the update for the width, for example `rd.plain`.
+        update: makes the update for the width: `corrected`, a `functools.partial` of it, `rd.gated`, `rd.plain`, ...
         kv: what a cache stores of the steps; `rd.KeepAll()` by default, exactly the model without a cache.
         drop: layers that are left out.
         layers: where the layers are, or the path to there, if they are not found.
@@ -96,7 +96,9 @@ def plant(
     """
     first, num_core, _ = recurrence.place
     recurrence.train(model.training)
-    for index, layer in enumerate(layers[first : first + num_core]):
+    chosen: list[Any] = list(layers[first : first + num_core])
+    recurrence.gradient_checkpointing = any(getattr(layer, "gradient_checkpointing", False) for layer in chosen)
+    for index, layer in enumerate(chosen):
         layer.__class__ = slot_class(type(layer))
         layer.__dict__["_seat"] = Seat(model, index, num_core)
     for index in drop:
@@ -131,6 +133,8 @@ def ungraft(model: Any) -> Any:
             layer.__class__ = original_class(layer)
             for name in ("_seat", "_layer"):
                 layer.__dict__.pop(name, None)
+            if "gradient_checkpointing" in vars(layer) or "_gradient_checkpointing_func" in vars(layer):
+                layer.gradient_checkpointing = model.recurrence.gradient_checkpointing
     del model.recurrence
     if "forward" in vars(model):
         vars(model)["forward"] = vars(model)["forward"].func.__wrapped__.__wrapped__
@@ -180,8 +184,8 @@ def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleL
     """The layers of a model that can be grafted.
 
     Raises:
-        ValueError: if it is no module, is a graft or holds one, has another part of the name `recurrence`, or its
-            layers are not found.
+        ValueError: if it is no module, is a graft or holds one, has another part of the name `recurrence` or takes
+            `num_steps` already, or its layers are not found.
     """
     require_instance("model", model, nn.Module)
     assert isinstance(model, nn.Module)
@@ -191,4 +195,6 @@ def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleL
         )
     if hasattr(model, "recurrence"):
         raise ValueError(f"{type(model).__name__} has a part of its own that is named recurrence.")
+    if "num_steps" in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__} takes num_steps of its own: it has a loop, or means something else.")
     return find_layers(model, layers)
