@@ -3,9 +3,11 @@
 import copy
 import math
 
+import jaxtyping
 import pytest
 import torch
 from hosts import DECODERS, cache_of, host, inputs, outcome, padded, randomise, tokens
+from torch import nn
 from torch.testing import assert_close
 
 import recurrent_depth as rd
@@ -159,3 +161,17 @@ def test_it_learns_under_its_curriculum():
 def test_what_cannot_be_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_number_is_no_list_of_layers(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
+    with pytest.raises(ValueError, match="drop is 3, but must be a range or a list of layers"):
+        drop_layers(host("llama"), 3)
+
+
+def test_a_refusal_takes_no_layers_out():
+    model = nn.Sequential(nn.ModuleList(nn.Linear(4, 4) for _ in range(4)))
+    with pytest.raises(ValueError, match="give dim"):
+        retrofit(model, [2], 2, drop=[1])
+    assert len(model[0]) == 4
+    assert len(retrofit(model, [2], 2, drop=[1], dim=4)[0]) == 3

@@ -9,7 +9,7 @@ from torch import nn
 
 from recurrent_depth.hf.alike import difference, settings
 from recurrent_depth.hf.grafting import host_layers
-from recurrent_depth.hf.host_layers import check_core, find_layers, text_config
+from recurrent_depth.hf.host_layers import check_core, find_layers, sequence, text_config
 
 
 def drop_layers(model: Any, drop: Sequence[int], *, layers: nn.ModuleList | str | None = None) -> Any:
@@ -29,7 +29,7 @@ def drop_layers(model: Any, drop: Sequence[int], *, layers: nn.ModuleList | str 
             say what is left.
     """
     found = host_layers(model, layers)
-    kept = [place for place in range(len(found)) if place not in drop]
+    kept = [place for place in range(len(found)) if place not in sequence("drop", drop)]
     if not kept:
         raise ValueError(f"drop is {drop!r}, all layers that there are, but one at least must stay.")
     check_core(kept[:1], drop, len(found))

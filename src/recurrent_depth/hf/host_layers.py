@@ -98,7 +98,7 @@ def check_core(core: Sequence[int], drop: Sequence[int], num_layers: int) -> tup
     Raises:
         ValueError: if it is empty, has gaps, runs backwards or out of the model, or overlaps with `drop`.
     """
-    layers = [require_whole("core", layer) for layer in _sequence("core", core)]
+    layers = [require_whole("core", layer) for layer in sequence("core", core)]
     there = f"the model has {num_layers} layers, 0 to {num_layers - 1}"
     if not layers:
         raise ValueError(f"core is {core!r}, which is empty, but a loop needs at least one layer; {there}.")
@@ -106,7 +106,7 @@ def check_core(core: Sequence[int], drop: Sequence[int], num_layers: int) -> tup
         raise ValueError(f"core is {core!r}, but must be layers in a row, such as range(2, 6); {there}.")
     if layers[0] < 0 or layers[-1] >= num_layers:
         raise ValueError(f"core is {core!r}, but {there}.")
-    dropped = [require_whole("drop", layer) for layer in _sequence("drop", drop)]
+    dropped = [require_whole("drop", layer) for layer in sequence("drop", drop)]
     if len(set(dropped)) < len(dropped) or not all(0 <= layer < num_layers for layer in dropped):
         raise ValueError(f"drop is {drop!r}, but must name layers once each; {there}.")
     if set(dropped) & set(layers):
@@ -114,7 +114,12 @@ def check_core(core: Sequence[int], drop: Sequence[int], num_layers: int) -> tup
     return layers[0], layers[-1] + 1
 
 
-def _sequence(name: str, value: object) -> Sequence[Any]:
+def sequence(name: str, value: object) -> Sequence[Any]:
+    """The value, if it lists layers.
+
+    Raises:
+        ValueError: if it does not.
+    """
     if isinstance(value, range | list | tuple):
         return value
     raise ValueError(f"{name} is {value!r}, but must be a range or a list of layers, such as range(2, 6).")

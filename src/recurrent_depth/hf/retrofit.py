@@ -11,7 +11,7 @@ from torch import nn
 from recurrent_depth.depth import require_whole
 from recurrent_depth.hf.dropping import drop_layers
 from recurrent_depth.hf.grafting import graft, host_layers
-from recurrent_depth.hf.host_layers import check_core
+from recurrent_depth.hf.host_layers import check_core, state_width
 from recurrent_depth.injection import ConcatProjection
 from recurrent_depth.kv_policy import KVStepPolicy
 from recurrent_depth.start import RandomState
@@ -75,6 +75,7 @@ def retrofit(
     host_first: bool = False,
     kv: KVStepPolicy | None = None,
     layers: nn.ModuleList | str | None = None,
+    dim: int | None = None,
 ) -> Any:
     """Turns a dense model into a recurrent one by the recipe of retrofitting, in place; returns the same object.
 
@@ -94,6 +95,7 @@ def retrofit(
         host_first: the first step has no adapter, so that one step always is the host without the dropped layers.
         kv: what a cache stores of the steps; `rd.KeepAll()` by default.
         layers: where the layers are, or the path to there, if they are not found.
+        dim: the width of the hidden state, if it is not found.
 
     Raises:
         ValueError: as `graft` and `drop_layers`.
@@ -103,10 +105,11 @@ def retrofit(
     found = host_layers(model, layers)
     first, end = check_core(core, drop, len(found))
     require_whole("num_steps", num_steps, at_least=1)
+    width = state_width(model, found[first], dim)
     drop_layers(model, drop, layers=found)
     before = sum(place < first for place in drop)
     update = partial(adapted, start=start, bias=bias)
     shifted = range(first - before, end - before)
-    made = graft(model, shifted, num_steps, update=update, kv=kv, layers=found, host_first=host_first)
+    made = graft(model, shifted, num_steps, update=update, kv=kv, layers=found, host_first=host_first, dim=width)
     adapter_start(next(part for part in made.recurrence.modules() if isinstance(part, ConcatProjection)))
     return made
