@@ -257,6 +257,30 @@ def test_an_unknown_class_and_an_early_upload_are_refused(tmp_path):
     assert load_graft(tmp_path, model_class=transformers.LlamaForCausalLM) is not None
 
 
+def test_a_default_depth_with_fewer_gradients_is_saved_as_its_number_of_steps(tmp_path):
+    model = trained(ALL["gated"])
+    model.recurrence.num_steps = rd.Depth(3, grad_steps=1)
+    model.save_pretrained(tmp_path)
+    assert load_graft(tmp_path).recurrence.num_steps == 3
+
+
+def test_a_process_that_is_not_the_main_one_writes_no_configuration(tmp_path):
+    model = trained(SEALED["recursive"])
+    (tmp_path / "config.json").write_text("half a fi")  # which the main process is just writing
+    model.save_pretrained(tmp_path, is_main_process=False)
+    assert (tmp_path / "config.json").read_text() == "half a fi"
+
+
+@pytest.mark.parametrize("name", ["hf.retrofit:renamed", "gone:adapted", "hf.saving:Path"])
+def test_an_update_that_this_version_has_not_is_asked_for(name, tmp_path):
+    trained(ALL["gated"]).save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["recurrence"]["update"] = {"name": f"recurrent_depth.{name}", "arguments": {}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="this version has not: give update"):
+        load_graft(tmp_path)
+
+
 # PEFT, Trainer, accelerate
 
 

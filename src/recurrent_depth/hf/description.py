@@ -37,7 +37,7 @@ def factory_of(argument: str, described: dict[str, Any]) -> Callable[..., Any]:
         described: what `describe_factory` or `describe_part` said.
 
     Raises:
-        ValueError: if it is not of this library.
+        ValueError: if it is not of this library, or not of this version of it.
     """
     given = {
         name: factory_of(argument, value) if isinstance(value, dict) and "arguments" in value else value
@@ -53,7 +53,13 @@ def _named(argument: str, name: str) -> Any:
         return getattr(recurrent_depth, name)
     if module.partition(".")[0] != "recurrent_depth":
         raise ValueError(f"The graft was made with {argument}={name}, which is not of this library: give {argument}.")
-    return getattr(importlib.import_module(module), inside)
+    try:
+        made = getattr(importlib.import_module(module), inside)
+    except (ImportError, AttributeError):
+        made = None
+    if made is None or name_of(made) != name:
+        raise ValueError(f"The graft was made with {argument}={name}, which this version has not: give {argument}.")
+    return made
 
 
 def _described(value: Any) -> Any:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from recurrent_depth.contracts import BlockCost
-from recurrent_depth.depth import Depth, Layout
+from recurrent_depth.depth import Layout, as_depth
 from recurrent_depth.hf.grafting import is_graft
 from recurrent_depth.hf.host_layers import text_config
 from recurrent_depth.hf.slots import Passage, Slot
@@ -37,9 +37,8 @@ def graft_outline(model: nn.Module) -> Outline:
     attention = _attention(model)
     table, head = (_weight(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
     parameters = {id(x): x.numel() for x in model.parameters()}
-    num_steps = recurrence.num_steps.num_steps if isinstance(recurrence.num_steps, Depth) else recurrence.num_steps
     return Outline(
-        layout=Layout(len(prelude), len(core), num_steps, len(coda)),
+        layout=Layout(len(prelude), len(core), as_depth(recurrence.num_steps).num_steps, len(coda)),
         dim=table.shape[1],
         prelude=_cost(prelude, attention),
         core=_cost(core, attention).plus(_corrections(recurrence.core.stack)),

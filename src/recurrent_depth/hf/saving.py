@@ -1,11 +1,13 @@
 """What `save_pretrained` of a graft writes: the host's own files, and in the configuration what loops."""
 
 import functools
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from recurrent_depth.depth import as_depth
 from recurrent_depth.hf.host_layers import text_config
 
 SEALED = "a recurrent model, which its host's class alone cannot load: use recurrent_depth.hf.load_graft"
@@ -26,13 +28,14 @@ def with_recurrence(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     def save(self: Any, save_directory: Any, *arguments: Any, **keywords: Any) -> Any:
         settings = self.config.recurrence
         sealed = "tied" in settings or bool(settings["drop"]) or not self.recurrence.core.update.starts_plain
-        if sealed and keywords.get("push_to_hub"):
+        asked = inspect.signature(save_pretrained).bind(self, save_directory, *arguments, **keywords).arguments
+        if sealed and asked.get("push_to_hub"):
             raise ValueError("Save this graft to a folder, and upload that: its config.json is written last.")
-        self.config.recurrence = settings | {"num_steps": self.recurrence.num_steps}
+        self.config.recurrence = settings | {"num_steps": as_depth(self.recurrence.num_steps).num_steps}
         if "tied" in settings:  # names of older releases would be put on the corrections too
             keywords = {"save_original_format": False} | keywords
         done = save_pretrained(self, save_directory, *arguments, **keywords)
-        if sealed and (Path(save_directory) / CONFIG).exists():
+        if sealed and asked.get("is_main_process", True) and (Path(save_directory) / CONFIG).exists():
             seal(Path(save_directory) / CONFIG, self)
         return done
 
