@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel
 
-from recurrent_depth.depth import require_whole
-from recurrent_depth.hf.configuration import RecurrentDepthConfig
+from recurrent_depth.depth import as_depth, require_whole
 from recurrent_depth.hf.loading import load_graft
+from recurrent_depth.hf.sampled_depth import loops
 from recurrent_depth.hf.saving import CONFIG, unsealed
 
 
@@ -38,10 +38,11 @@ class RecurrentLM(HFLM):
 
     def __init__(self, pretrained: str | PreTrainedModel, *, num_steps: int | None = None, **arguments: Any):
         super().__init__(pretrained, **arguments)
-        default = default_steps(self.config)
-        if default is None:
+        found = loops(self.model)
+        if not found:
             raise ValueError(f"{pretrained} has no steps: it is neither a graft nor a model of this library.")
-        self.num_steps = default if num_steps is None else require_whole("num_steps", num_steps, at_least=1)
+        own = as_depth(found[0].num_steps).num_steps
+        self.num_steps = own if num_steps is None else require_whole("num_steps", num_steps, at_least=1)
 
     def _get_config(self, pretrained: str, **arguments: Any) -> None:
         path = Path(pretrained) / CONFIG
@@ -74,10 +75,3 @@ class RecurrentLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes into the results, and the number of steps."""
         return {**super().get_model_info(), "num_steps": self.num_steps}
-
-
-def default_steps(config: PreTrainedConfig) -> int | None:
-    """How many steps a model of this configuration takes by itself; None where it has none."""
-    if getattr(config, "recurrence", None) is not None:
-        return config.recurrence["num_steps"]
-    return config.layout[2] if isinstance(config, RecurrentDepthConfig) else None

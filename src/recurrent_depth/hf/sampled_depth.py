@@ -32,24 +32,30 @@ class SampleDepth(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Looks for the loop."""
-        if not _loops(kwargs["model"]):
+        """Looks for the loop, and puts the depth back that a training which broke off had set."""
+        self._put_back()
+        if not loops(kwargs["model"]):
             raise ValueError(f"model is a {type(kwargs['model']).__name__}, which has no loop to go deeper.")
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Sets this step's depth."""
-        loops, depth = _loops(kwargs["model"]), self.sampler(state.global_step)
-        self._before = [(loop, loop.num_steps) for loop in loops]
-        for loop in loops:
+        depth = self.sampler(state.global_step)
+        self._before = [(loop, loop.num_steps) for loop in loops(kwargs["model"])]
+        for loop, _ in self._before:
             loop.num_steps = depth
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Puts the depth back."""
+        self._put_back()
+
+    def _put_back(self) -> None:
         for loop, depth in self._before:
             loop.num_steps = depth
+        self._before = []
 
 
-def _loops(model: nn.Module) -> list[RecurrentDepthModel | Recurrence]:
+def loops(model: nn.Module) -> list[RecurrentDepthModel | Recurrence]:
+    """The modules of a model that have a `num_steps`: the loop of a native model, or of a graft."""
     return [module for module in model.modules() if isinstance(module, RecurrentDepthModel | Recurrence)]
