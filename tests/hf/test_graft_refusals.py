@@ -98,6 +98,43 @@ def test_layers_that_cannot_be_told_are_asked_for():
     graft(Twins(), [1], 2, layers="second", dim=4)
 
 
+class Deep(nn.Module):
+    """A model with a depth of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+
+    def forward(self, x, num_steps=1):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_model_that_takes_steps_already_is_refused_and_left_as_it_was():
+    model = Deep()
+    with pytest.raises(ValueError, match="Deep takes num_steps of its own"):
+        graft(model, [1], 2)
+    assert {type(layer) for layer in model.layers} == {nn.LayerNorm}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma3", "phi", "olmo2"])
+def test_a_depth_given_to_a_part_of_the_graft_is_refused_and_not_passed_over(name):
+    model, tokens = hosts.grafted(name), hosts.tokens()
+    with pytest.raises(ValueError, match="at_depth"):
+        model.base_model(tokens, num_steps=2)
+    with model.recurrence.at_depth(2):
+        found = model.base_model(tokens).last_hidden_state
+    expected = model(tokens, num_steps=2, output_hidden_states=True).hidden_states[-1]
+    assert torch.equal(found, expected)
+
+
+def test_data_parallel_replicas_are_refused():
+    model = hosts.grafted("llama")  # what nn.DataParallel does on more than one device
+    with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+        [part._replicate_for_data_parallel() for part in model.modules()]
+
+
 @pytest.mark.parametrize("num_steps", [0, -1, 1.5, "2", [1, 2], True])
 def test_depths_that_are_none_are_refused_and_change_nothing(num_steps):
     model, tokens = hosts.grafted("llama"), hosts.tokens()

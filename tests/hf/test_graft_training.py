@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import recurrent_depth as rd
-from recurrent_depth.hf import graft
+from recurrent_depth.hf import graft, recurse, ungraft
 
 each_decoder = pytest.mark.parametrize("name", hosts.DECODERS)
 
@@ -145,8 +145,6 @@ def test_a_forward_that_hangs_on_the_model_itself_takes_steps_too():
     hosts.randomise(model.recurrence)
     assert torch.equal(model(hosts.tokens(), num_steps=1).logits, expected)
     assert not torch.equal(model(hosts.tokens()).logits, expected)
-    from recurrent_depth.hf import ungraft
-
     assert vars(ungraft(model))["forward"] is hung
 
 
@@ -164,6 +162,41 @@ def test_a_sampler_draws_the_depth_of_every_step_of_a_trainer(tmp_path):
     Trainer(model, arguments, train_dataset=rows, callbacks=[SampleDepth(sampler)]).train()
     assert taken == [index for draw in range(4) for index in range(sampler(draw).num_steps)]
     assert model.recurrence.num_steps == 3
+
+
+def test_a_training_that_broke_off_leaves_no_depth_to_the_next(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from recurrent_depth.hf import SampleDepth
+
+    model = hosts.grafted("llama")
+    rows = [{"input_ids": row, "labels": row} for row in hosts.tokens(rows=4)]
+    settings = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": [], "use_cpu": True}
+    arguments = TrainingArguments(output_dir=str(tmp_path), save_strategy="no", disable_tqdm=True, **settings)
+    sampler = rd.UniformDepth(1)
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[SampleDepth(sampler)])
+    with model.register_forward_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.train()
+    assert model.recurrence.num_steps == 3
+
+
+@pytest.mark.parametrize("make", [lambda model: graft(model, range(1, 4), 2), lambda model: recurse(model, rank=2)])
+def test_a_host_that_is_recomputed_is_so_in_the_loop_too(make):
+    model = hosts.host("llama", num_hidden_layers=6)
+    checkpointing(model, "enable")
+    make(model)
+    assert model.recurrence.core.checkpointing
+
+
+def test_ungraft_leaves_recomputation_as_the_graft_had_it():
+    model = hosts.host("llama")
+    for before, after in (("enable", "disable"), ("disable", "enable")):
+        checkpointing(model, before)
+        graft(model, range(1, 4), 2)
+        checkpointing(model, after)
+        ungraft(model)
+        assert [layer.gradient_checkpointing for layer in model.model.layers] == [after == "enable"] * 5
 
 
 def test_training_moves_the_recurrence_and_the_host_is_still_there_at_one_step():

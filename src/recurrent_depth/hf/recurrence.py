@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -69,6 +69,13 @@ class Recurrence(nn.Module):
             yield
         finally:
             self._asked, self._noted, self._anchor = before, (), None
+
+    def _replicate_for_data_parallel(self) -> Any:
+        # Replicas of the layers would find this module, on another device, and not their own.
+        raise RuntimeError(
+            "nn.DataParallel cannot run a graft: train it with one process for each device, by torchrun and "
+            "DistributedDataParallel, or on one device alone (CUDA_VISIBLE_DEVICES=0)."
+        )
 
     def note(self, index: int, anchor: Float[Tensor, "batch token dim"], call: HostCall) -> tuple[HostCall, ...]:
         """Keeps what a layer was called with until the last one was; gives all those noted so far.

@@ -45,6 +45,11 @@ class Slot:
         return super().__call__(*arguments, **keywords)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if "num_steps" in keywords:
+            raise ValueError(
+                "num_steps reached a layer of the core, where it means nothing: it was given to a part of the graft. "
+                "Call the graft itself, or the part within `with graft.recurrence.at_depth(num_steps):`."
+            )
         x, call = noted(self.run_layer, self._hidden, arguments, keywords)
         seat = self._seat
         recurrence = seat.host.recurrence
