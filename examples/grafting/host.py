@@ -73,9 +73,18 @@ def load_host(place: dict[str, Any]) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     except ImportError as error:
         raise ValueError(f"The host cannot be read: {INSTALL}. ({error})") from None
-    if hasattr(model.config, "quantization_config"):  # the file was quantised; what was made of it is not
-        del model.config.quantization_config
-    return model.eval().requires_grad_(False)
+    return _unmarked(model).eval().requires_grad_(False)
+
+
+def _unmarked(model: Any) -> Any:
+    """A model read from a quantised file, as one that can be saved: its weights are none of the quantised any more."""
+    if not hasattr(model.config, "quantization_config"):
+        return model
+    del model.config.quantization_config
+    made = type(model)(model.config)
+    made.load_state_dict(model.state_dict())
+    made.generation_config = model.generation_config
+    return made
 
 
 def load_tokens(place: dict[str, Any], vocab_size: int) -> HostTokens:

@@ -43,6 +43,7 @@ def summary(job: Job, accelerator: Accelerator, trained: nn.Module) -> dict[str,
     model.load_state_dict(trained.state_dict(), strict=False)
     depths = measured_depths(model, arguments.text.depths)
     after = measured(job.folder / "after.json", model, depths, job, compared=tuple(job.config))
+    number = num_trained(model)
     if arguments.graft.method == "graft":
         merged(model).save_pretrained(job.folder / "model")
     recipe, taken = arguments.recipe, [r for r in read_journal(job.folder / "log.jsonl") if "loss" in r]
@@ -50,7 +51,7 @@ def summary(job: Job, accelerator: Accelerator, trained: nn.Module) -> dict[str,
     return {
         "config": job.config,
         "text": job.corpus.source,
-        "trained_parameters": num_trained(model),
+        "trained_parameters": number,
         "tokens": recipe.steps * rows * job.windows.shape[1],
         "seconds": sum(record["seconds"] for record in taken),
         "host": host,
