@@ -1,5 +1,6 @@
 """Hugging Face: native models, and recurrence grafted onto pretrained ones. Imports transformers."""
 
+from recurrent_depth.hf import versions as versions  # before all others: it says so where transformers is too old
 from recurrent_depth.hf.anchor_correction import AnchorCorrection, corrected
 from recurrent_depth.hf.checkpoints import from_checkpoint, to_checkpoint
 from recurrent_depth.hf.configuration import RecurrentDepthConfig
