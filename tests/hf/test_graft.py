@@ -201,3 +201,21 @@ def test_outliers_of_the_state_do_not_rule_what_the_correction_learns():
         seen.backward(torch.ones_like(seen))
         sizes.append(update.inject.state.weight.grad.abs().max())
     assert sizes[0] < 2 * 5 * 8**0.5 + 1e-3 < sizes[1]  # no normalised feature is above the root of the width
+
+
+@pytest.mark.parametrize("update", [corrected, rd.gated, rd.plain])
+def test_a_shallower_run_of_a_graft_is_a_prefix(update):
+    model, states = hosts.grafted("llama", update=update), []
+    step = model.recurrence.core.step
+
+    def noting(state, at, index, kv=None):
+        states.append(step(state, at, index, kv))
+        return states[-1]
+
+    model.recurrence.core.step = noting
+    model(hosts.tokens(), num_steps=4)
+    deep = states[:]
+    states.clear()
+    model(hosts.tokens(), num_steps=2)
+    assert len(deep) == 4
+    assert all(torch.equal(shallow.h, deeper.h) for shallow, deeper in zip(states, deep[:2], strict=True))
