@@ -9,7 +9,7 @@ import torch
 import recurrent_depth as rd
 from recurrent_depth.hf import RecurrentDepthForCausalLM, from_checkpoint, to_checkpoint
 from recurrent_depth.hf.convert import main
-from recurrent_depth.hf.descriptions import config_of as described
+from recurrent_depth.hf.example_words import config_of as described
 from recurrent_depth.training import parameter_groups, read_checkpoint, save_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

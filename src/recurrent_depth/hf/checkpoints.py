@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from recurrent_depth.hf.descriptions import config_of, description_of
+from recurrent_depth.hf.example_words import config_of, description_of
 from recurrent_depth.hf.modeling import RecurrentDepthForCausalLM
 from recurrent_depth.training import (
     latest_checkpoint,

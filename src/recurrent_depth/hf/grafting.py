@@ -47,7 +47,8 @@ def graft(
 
     Args:
         model: a decoder, encoder or vision model of transformers, a module with a list of layers such as
-            `nn.TransformerEncoder`, or a list of modules, which comes back as an `nn.ModuleList`.
+            `nn.TransformerEncoder`, or a list of modules, which comes back as an `nn.ModuleList`. Give the whole
+            model, as it is saved: `save_pretrained` of a model knows nothing of a part that was grafted by itself.
         core: the layers of the core, counted from 0, in a row.
         num_steps: how often the core runs where a call says nothing else; kept as `model.recurrence.num_steps`.
         update: makes the update for the width: `corrected`, a `functools.partial` of it, `rd.gated`, `rd.plain`, ...
