@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from side_by_side import ratios, shown, side_by_side
@@ -34,7 +34,7 @@ class Method(NamedTuple):
     """How a method is built and trained; `limit` is what its time may be of what its FLOPs explain."""
 
     build: Callable[..., nn.Module]
-    train: Callable[[nn.Module], nn.Module] = rd.WithObjective
+    train: Callable[[Any], nn.Module] = rd.WithObjective
     limit: float = 1.1
 
 

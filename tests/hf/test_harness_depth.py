@@ -25,4 +25,5 @@ def test_a_depth_that_was_set_on_the_model_is_the_one_it_is_evaluated_at(
     model.recurrence.num_steps = num_steps
     words = Tokenizer(WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-    assert RecurrentLM(model, tokenizer=tokenizer).num_steps == 4
+    evaluated = RecurrentLM(model, tokenizer=tokenizer)  # pyright: ignore[reportAbstractUsage]
+    assert evaluated.num_steps == 4
