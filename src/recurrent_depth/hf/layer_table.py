@@ -97,8 +97,8 @@ class LayerReport(NamedTuple):
     def _legend(self) -> str:
         core = self.suggested
         return (
-            f"loss of the host: {self.loss:.4f} nats. skipped, looped: what is added to it by layers left out or "
-            f"run {self.num_steps} times.\nangle: in half turns. Suggested: core=range({core.start}, {core.stop})."
+            f"loss of the host: {self.loss:.4f} nats.\nskipped, looped: what is added to it by layers left out or run "
+            f"{self.num_steps} times.\nangle: in half turns. Suggested: core=range({core.start}, {core.stop})."
         )
 
 
