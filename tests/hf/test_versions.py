@@ -1,5 +1,6 @@
 """What is said where transformers is too old, or not there."""
 
+import contextlib
 import subprocess
 import sys
 import tomllib
@@ -27,9 +28,14 @@ def test_an_old_release_is_refused_before_anything_else_is_imported(found: str, 
     assert said in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("found", ["5.8.1", "5.9.0.dev0", "5.24.0", "5.10"])
-def test_newer_releases_are_taken(found: str) -> None:
-    versions.require_floor(found)
+@pytest.mark.parametrize("older, found", [("5.8.0", "5.8.1"), ("4.57.1", "5.9.0.dev0"), ("5.7.9", "5.10")])
+def test_releases_are_told_apart_by_their_numbers(older: str, found: str) -> None:
+    taken = []
+    for release in (found, older):
+        with contextlib.suppress(ImportError):
+            versions.require_floor(release)
+            taken.append(release)
+    assert taken == [found]
 
 
 def test_the_floor_is_the_packages() -> None:
