@@ -149,6 +149,17 @@ def test_a_copy_has_a_loop_of_its_own():
     assert not torch.equal(twin(hosts.tokens()).logits, expected)
 
 
+def test_a_copy_takes_nothing_along_of_a_layer_that_was_called_by_itself():
+    model, state = hosts.grafted("llama"), torch.randn(2, 9, 32, requires_grad=True) * 2
+    calls = []
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+    model(hosts.tokens())
+    hook.remove()
+    given = calls[0][2]
+    model.model.layers[1](state, **given | {"past_key_values": None})
+    assert copy.deepcopy(model).recurrence._anchor is None
+
+
 def test_a_graft_goes_through_pickle(tmp_path):
     model = hosts.grafted("llama", drop=(0,))
     torch.save(model, tmp_path / "model.pt")

@@ -23,7 +23,12 @@ def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch):
         ({"builder": "gpt"}, "no builder 'gpt'"),
         ({"layout": [1, 0, 3, 1]}, "core is 0"),
         ({"layout": [1, 1, 2.5, 1]}, "num_steps is 2.5"),
-        ({"num_hidden_layers": 4}, "num_hidden_layers follows"),
+        ({"num_hidden_layers": 4}, "follows from layout and kv"),
+        ({"num_steps": 4}, "third number of layout"),
+        ({"num_step": 4}, "is num_steps meant"),
+        ({"layouts": [1, 1, 2, 1]}, "is layout meant"),
+        ({"form_": "GPT2Form"}, "is form meant"),
+        ({"builder": "rrt", "rank": 2}, "rank is an argument of 'rrt'"),
         ({"update": "gate"}, "no part 'gate'"),
         ({"update": rd.gated}, "nothing that JSON holds"),
         ({"form": {"name": "LlamaForm", "arrangement": "Norm"}}, "no part 'Norm'"),
@@ -35,6 +40,12 @@ def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch):
 def test_a_configuration_that_says_nothing_of_use(given, said):
     with pytest.raises(ValueError, match=said):
         config_of(**given)
+
+
+def test_a_configuration_keeps_what_it_does_not_know():
+    config = config_of(written_by="somebody", num_labels=3)
+    again = RecurrentDepthConfig.from_dict(config.to_dict())
+    assert (again.written_by, again.num_labels) == ("somebody", 3)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,9 @@
 """The configuration of a looped model, as Hugging Face's libraries read, write and load it."""
 
+from collections.abc import Iterable
+from dataclasses import fields
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, no_type_check
 
 from transformers import PreTrainedConfig
@@ -7,6 +11,13 @@ from transformers import PreTrainedConfig
 import recurrent_depth as rd
 from recurrent_depth.hf.parts import Named, build, builder_of, part_of, policy_of
 from recurrent_depth.initialisation import initialise
+
+ELSEWHERE = {
+    "num_hidden_layers": "it follows from layout and kv: give layout",
+    "num_steps": "it is the third number of layout, and an argument of each call",
+    "num_layers": "give layout, which says how many blocks are stored and how many steps are run",
+}
+"""Names that other models' configurations have, and what says it here."""
 
 
 @no_type_check  # transformers makes an __init__ of the fields below that takes whatever else it is given, too
@@ -34,8 +45,9 @@ class RecurrentDepthConfig(PreTrainedConfig):
         training: what the training example's checkpoint said of its run, for a model that comes from one.
 
     Raises:
-        ValueError: if there is no such builder, part or policy, the layout is none, or `num_hidden_layers` is given: it
-            follows from the layout and the policy. What the sizes must satisfy is checked when the model is made.
+        ValueError: if there is no such builder, part or policy, the layout is none, or a name is given that is no
+            setting but close to one. Any other name is kept, as by every configuration of transformers. What the sizes
+            must satisfy is checked when the model is made.
     """
 
     model_type = "recurrent_depth"
@@ -64,13 +76,25 @@ class RecurrentDepthConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any):
-        if "num_hidden_layers" in kwargs:
-            raise ValueError("num_hidden_layers follows from layout and kv, and cannot be given: give layout.")
-        self.layout = list(rd.Layout(*self.layout))
         builder_of(self.builder)
+        self._refuse_mistaken(kwargs)
+        self.layout = list(rd.Layout(*self.layout))
         part_of(self.arguments)
         policy_of(self.kv)
         super().__post_init__(**kwargs)
+
+    def _refuse_mistaken(self, others: Iterable[str]) -> None:
+        own = {field.name for field in fields(RecurrentDepthConfig)} | set(self.attribute_map)
+        for name in set(others) - own:
+            if name in ELSEWHERE:
+                raise ValueError(f"{name} cannot be given: {ELSEWHERE[name]}.")
+            if name in signature(builder_of(self.builder)).parameters:
+                raise ValueError(
+                    f"{name} is an argument of {self.builder!r}: give builder_arguments={{{name!r}: ...}}."
+                )
+            meant = get_close_matches(name, own | set(ELSEWHERE), n=1, cutoff=0.8)
+            if meant and not hasattr(PreTrainedConfig, name):
+                raise ValueError(f"{name} is no setting of RecurrentDepthConfig; is {meant[0]} meant?")
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -70,6 +70,10 @@ class Recurrence(nn.Module):
         finally:
             self._asked, self._noted, self._anchor = before, (), None
 
+    def __getstate__(self) -> Any:
+        """What a copy takes along: nothing of a forward, whose tensors no copy can be made of."""
+        return self.__dict__ | {"_noted": (), "_anchor": None}
+
     def _replicate_for_data_parallel(self) -> Any:
         # Replicas of the layers would find this module, on another device, and not their own.
         raise RuntimeError(
