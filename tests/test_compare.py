@@ -13,7 +13,7 @@ from processes import EXAMPLES, kill, start, wait_until
 # isort: split
 import compare
 from comparison import running, statistics, tables
-from comparison.collecting import collect
+from comparison.collecting import Row, Table, collect
 from comparison.language import COMPARISON as LANGUAGE
 from comparison.panel import panel
 from comparison.parts import Run
@@ -240,6 +240,14 @@ def test_what_is_not_done_shows_as_open(tiny, out):
     text = comparison.publish(comparison, out, out / "published")
     assert text.count("open") > 20
     assert {path.name for path in (out / "published").glob("*.*")} >= {"tables.md", "results.json", "exits.png"}
+
+
+@pytest.mark.parametrize("losses, shown", [([2.0, 1.0, 3.0], "**1.0000** |"), ([2.0, 1.5, 1.0], "**1.0000** (edge) |")])
+def test_the_best_rate_is_marked_and_said_to_lie_at_an_edge(tiny, losses, shown):
+    comparison, _ = tiny
+    trials = dict(zip((1e-3, 2e-3, 4e-3), losses, strict=True))
+    row = Row("grt", "GRT", 1, min(trials, key=lambda rate: trials[rate]), [], trials)
+    assert shown in tables.trials_table(comparison, Table({"grt": row}, [], []))
 
 
 def test_the_tables_of_finished_cells_have_nothing_open(finished, tmp_path):

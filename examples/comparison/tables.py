@@ -53,10 +53,10 @@ def exits_table(table: Table) -> str:
 
 
 def trials_table(comparison: Comparison, table: Table) -> str:
-    """Each method's trials of the learning rate."""
+    """Each method's trials of the learning rate: the best in bold, and whether it is the lowest or highest tried."""
     head = ["rate", *(f"{rate:g}" for rate in comparison.protocol.rates)]
     rows = [row for row in table.rows.values() if row.trials]
-    return _markdown(head, [[row.label, *map(_trial, row.trials.values())] for row in rows])
+    return _markdown(head, [[row.label, *_trials(row)] for row in rows])
 
 
 def pairs_table(comparison: Comparison, table: Table) -> str:
@@ -125,6 +125,14 @@ def _times(row: Row, base: Row, of) -> str:
         if mine and others:
             return f"{statistics.mean(mine, of) / statistics.mean(others, of):.2f} ×"
     return OPEN
+
+
+def _trials(row: Row) -> list[str]:
+    shown = {rate: _trial(loss) for rate, loss in row.trials.items()}
+    if row.rate is not None:
+        at_edge = row.rate in (min(shown), max(shown))
+        shown[row.rate] = f"**{shown[row.rate]}**" + (" (edge)" if at_edge else "")
+    return list(shown.values())
 
 
 def _trial(value: float | None) -> str:
