@@ -118,11 +118,34 @@ def test_in_half_precision_in_shards_and_with_a_tied_head(make, tied, tmp_path):
     assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
 
 
-def test_another_dtype_is_the_callers_choice(tmp_path):
-    model = trained(SEALED["recursive"])
-    model.save_pretrained(tmp_path)
-    found = load_graft(tmp_path, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])  # the older name is taken by transformers too
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+@pytest.mark.parametrize("make", [ALL["gated"], ALL["recursive"]])
+def test_another_dtype_is_the_callers_choice(make, dtype, name, tmp_path):
+    trained(make).save_pretrained(tmp_path)
+    found = load_graft(tmp_path, **{name: dtype})
     assert {weight.dtype for weight in found.state_dict().values()} == {torch.bfloat16}
+    assert found(tokens()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("asked", [{"dtype": "auto"}, {"dtype": None}, {"torch_dtype": "auto"}])
+@pytest.mark.parametrize("make", [ALL["blended"], ALL["recursive"]])
+def test_no_dtype_in_particular_is_the_one_of_each_weight(make, asked, tmp_path):
+    model = trained(make)
+    for name, weight in model.named_parameters():
+        if "kv" not in name:  # a loop need not have one dtype alone
+            weight.data = weight.data.bfloat16()
+    model.save_pretrained(tmp_path)
+    assert_same(load_graft(tmp_path, **asked), model)
+
+
+@every_graft
+def test_placed_on_a_device_by_a_map(make, tmp_path):
+    model = trained(make)
+    model.save_pretrained(tmp_path)
+    found = load_graft(tmp_path, device_map={"": "cpu"})
+    assert_same(found, model)
+    assert torch.equal(found.generate(**padded(), **GREEDY), model.generate(**padded(), **GREEDY))
 
 
 def test_loading_leaves_the_global_rng_alone(tmp_path):

@@ -31,8 +31,8 @@ def load_graft(
 ) -> Any:
     """The graft that `save_pretrained`, or a Trainer, wrote to a folder: host, loop, weights, and how they were set.
 
-    It is bit for bit the one that was saved, unless another `dtype` is asked for. Also for grafts by `retrofit` and
-    `recurse`.
+    It is bit for bit the one that was saved, unless another `dtype` is asked for; "auto" is the saved one. Also for
+    grafts by `retrofit` and `recurse`.
 
     Args:
         folder: a local one.
@@ -53,8 +53,14 @@ def load_graft(
     model = _host(cls, path, config, settings, arguments)
     with torch.random.fork_rng(devices=[]):  # weights are drawn, and replaced by those of the folder
         _plant(model, settings, update, kv)
-    _fill(model, read_tensors(path, lambda name: name.startswith(OURS)), keep_dtype="dtype" not in arguments)
+    _fill(model, read_tensors(path, lambda name: name.startswith(OURS)), keep_dtype=not _other_dtype(arguments))
     return model
+
+
+def _other_dtype(arguments: dict[str, Any]) -> bool:
+    """Whether `from_pretrained` is asked for a dtype that need not be the saved one, also under its older name."""
+    asked = next((arguments[name] for name in ("dtype", "torch_dtype") if arguments.get(name) is not None), "auto")
+    return asked != "auto"
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
