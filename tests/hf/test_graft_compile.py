@@ -6,6 +6,7 @@ import torch
 import torch._dynamo.testing
 from transformers import StaticCache
 
+from recurrent_depth.hf import graft
 from recurrent_depth.hf.versions import CACHE
 
 pytestmark = pytest.mark.compile
@@ -22,6 +23,16 @@ def test_a_forward_is_one_graph(name):
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     expected = hosts.outcome(model(**inputs, num_steps=2))
     torch.testing.assert_close(hosts.outcome(compiled(**inputs, num_steps=2)), expected)
+
+
+def test_a_host_that_compiles_in_place_may_be_grafted():
+    model, tokens = hosts.host("llama"), hosts.tokens()
+    model.compile(backend="eager")
+    expected = model(tokens).logits
+    graft(model, range(1, 4), 2)
+    assert torch.equal(model(tokens, num_steps=1).logits, expected)
+    hosts.randomise(model.recurrence)
+    assert not torch.equal(model(tokens).logits, expected)
 
 
 def test_a_training_step_is_one_graph():

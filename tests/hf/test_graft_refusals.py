@@ -6,10 +6,13 @@ import hosts
 import jaxtyping
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
 import recurrent_depth as rd
-from recurrent_depth.hf import graft, ungraft
+from recurrent_depth.hf import graft, recurse, retrofit, ungraft
 
 
 def routed(dim):
@@ -133,6 +136,47 @@ def test_data_parallel_replicas_are_refused():
     model = hosts.grafted("llama")  # what nn.DataParallel does on more than one device
     with pytest.raises(RuntimeError, match="DistributedDataParallel"):
         [part._replicate_for_data_parallel() for part in model.modules()]
+
+
+LORA = LoraConfig(r=2, target_modules=["q_proj"])
+PROMPT = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
+ADAPTED = {
+    "whole": lambda: get_peft_model(hosts.host("llama"), LORA),
+    "its tuner": lambda: get_peft_model(hosts.host("llama"), LORA).base_model,
+    "its host": lambda: get_peft_model(hosts.host("llama"), LORA).get_base_model(),
+    "a prompt": lambda: get_peft_model(hosts.host("llama"), PROMPT),
+}
+WAYS = [graft, retrofit, lambda model, core, num_steps: recurse(model, core, num_steps, rank=2)]
+
+
+@pytest.mark.parametrize("make", ADAPTED.values(), ids=ADAPTED)
+@pytest.mark.parametrize("way", WAYS, ids=["graft", "retrofit", "recurse"])
+def test_an_adapted_model_is_refused_and_left_as_it_was(make, way):
+    model = make()
+    before = [type(part) for part in model.modules()]
+    with pytest.raises(ValueError, match=r"get_peft_model\(model, ...\); or merge them first"):
+        way(model, range(1, 3), 2)
+    assert [type(part) for part in model.modules()] == before
+
+
+def test_a_merged_or_later_adapted_one_is_not_refused():
+    merged = get_peft_model(hosts.host("llama"), LORA).merge_and_unload()
+    assert isinstance(get_peft_model(graft(merged, range(1, 3), 2), LORA), PeftModel)
+
+
+@pytest.fixture
+def single_process(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "wrap", [torch.compile, nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel, fully_shard]
+)
+def test_a_wrapped_model_is_refused_since_the_wrapper_would_keep_to_the_host(wrap, single_process):
+    with pytest.raises(ValueError, match=r"wraps a model.*Graft the model itself first"):
+        graft(wrap(hosts.host("llama")), range(1, 3), 2, dim=32)
 
 
 @pytest.mark.parametrize("num_steps", [0, -1, 1.5, "2", [1, 2], True])

@@ -18,6 +18,7 @@ from recurrent_depth.hf.host_first import HostFirst
 from recurrent_depth.hf.host_layers import check_core, find_layers, state_width
 from recurrent_depth.hf.recurrence import Place, Recurrence
 from recurrent_depth.hf.slots import Seat, original_class, passage_class, slot_class
+from recurrent_depth.hf.wrapped import check_bare
 from recurrent_depth.initialisation import start_weights
 from recurrent_depth.injection import Injection
 from recurrent_depth.kv_policy import KeepAll, KVStepPolicy
@@ -186,7 +187,7 @@ def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleL
 
     Raises:
         ValueError: if it is no module, is a graft or holds one, has another part of the name `recurrence` or takes
-            `num_steps` already, or its layers are not found.
+            `num_steps` already, has adapters or is wrapped, or its layers are not found.
     """
     require_instance("model", model, nn.Module)
     assert isinstance(model, nn.Module)
@@ -194,6 +195,7 @@ def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleL
         raise ValueError(
             f"{type(model).__name__} is a graft already. For other settings take the loop out first: ungraft(model)."
         )
+    check_bare(model)
     if hasattr(model, "recurrence"):
         raise ValueError(f"{type(model).__name__} has a part of its own that is named recurrence.")
     if "num_steps" in inspect.signature(model.forward).parameters:
