@@ -1,6 +1,6 @@
 """The configuration of a looped model, as Hugging Face's libraries read, write and load it."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
@@ -9,6 +9,7 @@ from typing import Any, no_type_check
 from transformers import PreTrainedConfig
 
 import recurrent_depth as rd
+from recurrent_depth.depth import require_whole
 from recurrent_depth.hf.parts import Named, build, builder_of, part_of, policy_of
 from recurrent_depth.initialisation import initialise
 
@@ -16,6 +17,8 @@ ELSEWHERE = {
     "num_hidden_layers": "it follows from layout and kv: give layout",
     "num_steps": "it is the third number of layout, and an argument of each call",
     "num_layers": "give layout, which says how many blocks are stored and how many steps are run",
+    "num_key_value_heads": "it belongs to the form: form={'name': 'LlamaForm', 'num_kv_heads': ...}",
+    "tie_word_embeddings": "it belongs to the form: form={'name': 'LlamaForm', 'tied': False}",
 }
 """Names that other models' configurations have, and what says it here."""
 
@@ -78,13 +81,22 @@ class RecurrentDepthConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any):
         builder_of(self.builder)
         self._refuse_mistaken(kwargs)
-        self.layout = list(rd.Layout(*self.layout))
+        self.layout = list(_layout(self.layout))
+        for part in ("form", "update"):
+            _require_name(part, getattr(self, part))
         part_of(self.arguments)
         policy_of(self.kv)
         super().__post_init__(**kwargs)
+        for size in ("hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"):
+            require_whole(size, getattr(self, size), at_least=1)
 
-    def _refuse_mistaken(self, others: Iterable[str]) -> None:
-        own = {field.name for field in fields(RecurrentDepthConfig)} | set(self.attribute_map)
+    def _refuse_mistaken(self, others: Mapping[str, Any]) -> None:
+        defaults = {field.name: field.default for field in fields(RecurrentDepthConfig)}
+        for alias, name in self.attribute_map.items():
+            given = getattr(self, name)
+            if given != defaults[name] and others.get(alias, given) != given:
+                raise ValueError(f"{alias} is {others[alias]} and {name} is {given}, but they are one setting.")
+        own = {*defaults, *self.attribute_map}
         for name in set(others) - own:
             if name in ELSEWHERE:
                 raise ValueError(f"{name} cannot be given: {ELSEWHERE[name]}.")
@@ -140,3 +152,14 @@ class RecurrentDepthConfig(PreTrainedConfig):
             model.weight_start = model.weight_start._replace(std=self.initializer_range)
             initialise(model)
         return model
+
+
+def _layout(given: Any) -> rd.Layout:
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 4:
+        raise ValueError(f"layout is {given!r}, but must be four numbers: [prelude, core, num_steps, coda].")
+    return rd.Layout(*given)
+
+
+def _require_name(part: str, given: Any) -> None:
+    if isinstance(given, Mapping) and "name" not in given:
+        raise ValueError(f"{part} is {given!r}, which names nothing: {{'name': ..., **arguments}}.")

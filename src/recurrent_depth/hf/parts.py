@@ -56,6 +56,8 @@ def policy_of(value: Named) -> rd.KVStepPolicy:
     Raises:
         ValueError: if there is no such policy, or it takes no such argument.
     """
+    if not isinstance(value, str | Mapping):
+        raise ValueError(f"kv is {value!r}, but a configuration, which is JSON, names the policy: kv='KeepMean'.")
     given = {"name": value} if isinstance(value, str) else dict(value)
     policy = _lookup("KV policy", given.pop("name", None), POLICIES)
     return _called(f"KV policy {policy.__name__!r}", policy, **given)
