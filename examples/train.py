@@ -119,7 +119,10 @@ def _where(trainer: Trainer, steps: int) -> str:
     about = trainer.task.about
     if trainer.step == steps:
         return f"{about}; trained to the end before"
-    return f"{about}; {f'goes on after step {trainer.step}' if trainer.step else 'training begins'}"
+    if not trainer.step:
+        return f"{about}; training begins"
+    moments = "" if trainer.optimizer.state else " with weights alone: the optimizer's moments start anew"
+    return f"{about}; goes on after step {trainer.step}{moments}"
 
 
 def _in_words(record: dict[str, Any], looked: dict[str, Any]) -> str:
