@@ -76,6 +76,14 @@ def test_a_cache_in_which_a_forward_failed():
         opened(cache)
 
 
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_cache_that_holds_tokens_for_a_part_of_the_core(copies):
+    cache = filled(rd.KeepMean() if copies == 1 else rd.KeepAll())
+    cache.layers[2] = type(cache.layers[2])()
+    with pytest.raises(ValueError, match="1 of the core's 2 layers of the cache hold tokens, but all or none must"):
+        opened(cache)
+
+
 def test_another_batch_or_dtype():
     with pytest.raises(ValueError, match=r"holds 1 rows of torch.float64, but the model makes 2 of torch.float64"):
         opened(filled()).view(0).update(*torch.randn(2, 2, 2, 1, 4).double(), 1)

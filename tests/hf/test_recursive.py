@@ -6,7 +6,7 @@ import pytest
 import torch
 from hosts import DECODERS, cache_of, host, inputs, outcome, padded, randomise, tokens
 from torch.testing import assert_close
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import recurrent_depth as rd
 from recurrent_depth.hf import is_graft, recurse, ungraft
@@ -173,6 +173,43 @@ def cache_name(model) -> str:
 
 
 # Bad input
+
+
+def of_layers(num: int):
+    return host("llama", num_hidden_layers=num).config
+
+
+def read_by_another(num: int = 5, rows: int = 2, dtype: torch.dtype = torch.float32, cache=None):
+    """A cache that a model of so many layers has written."""
+    other = host("llama", num_hidden_layers=num).to(dtype)
+    return cache_of(other(tokens(rows), **{cache_name(other): cache or DynamicCache()}))
+
+
+def half_written():
+    cache = read_by_another()
+    cache.update(*torch.randn(2, 2, 2, 1, 8), 0)
+    return cache
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: DynamicCache(config=of_layers(2)), "has 2 layers, but this model goes with 5: it belongs to another"),
+        (lambda: StaticCache(config=of_layers(2), max_cache_len=16), r"has 2 layers.* Use DynamicCache\(\)"),
+        (lambda: DynamicCache(config=of_layers(9)), "has 9 layers, but this model goes with 5"),
+        (lambda: read_by_another(8), "has 8 layers, but this model goes with 5"),
+        (lambda: read_by_another(2), "2 of the core's 4 layers of the cache hold tokens, but all or none must"),
+        (half_written, r"hold \[10, 9, 9, 9\] tokens, but must hold as many each: a forward failed halfway"),
+        (lambda: read_by_another(rows=3), "holds 3 rows of torch.float32, but the model makes 2"),
+        (lambda: read_by_another(rows=3, cache=StaticCache(config=of_layers(5), max_cache_len=20)), "holds 3 rows"),
+        (lambda: read_by_another(dtype=torch.bfloat16), "2 rows of torch.bfloat16, but the model makes 2 of torch.fl"),
+        (lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()), "DynamicCache and StaticCache without offl"),
+    ],
+)
+def test_a_cache_that_cannot_be_right_is_refused(make, message):
+    model = recurse(host("llama"), range(4), 2, rank=4)
+    with pytest.raises(ValueError, match=message):
+        model(tokens(), **{cache_name(model): make()})
 
 
 @pytest.mark.parametrize(

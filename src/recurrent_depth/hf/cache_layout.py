@@ -8,6 +8,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from recurrent_depth.hf.cache_slots import check_kind, slot_of
 from recurrent_depth.kv_policy import KeysValues, KVStepPolicy
 
+OTHER_MODEL = "it belongs to another model. Use DynamicCache(), or make it from this model's config."
+
 
 class CacheLayout(NamedTuple):
     """A cache, and where a looped model's blocks have their layers in it.
@@ -65,10 +67,7 @@ class CacheLayout(NamedTuple):
 
     def check(self, policy: KVStepPolicy, num_steps: int) -> None:
         """Refuses a cache that cannot be this model's, or cannot be right under this policy."""
-        if isinstance(self.cache, EncoderDecoderCache) or self.cache.offloading:
-            raise ValueError(
-                f"A looped model goes with DynamicCache and StaticCache without offloading, got {self.cache}."
-            )
+        self._check_kind()
         self._check_size()
         for layer in self._core():
             check_kind(layer)
@@ -81,19 +80,38 @@ class CacheLayout(NamedTuple):
             )
         self._check_lengths()
 
+    def check_without_copies(self) -> None:
+        """Refuses a cache that cannot be this model's, where each layer of the model has its own and none has more."""
+        self._check_kind()
+        size, growing = len(self.cache.layers), self.cache.layer_class_to_replicate is not None
+        if size > self.num_layers or (size < self.num_layers and not growing):
+            raise ValueError(f"The cache has {size} layers, but this model goes with {self.num_layers}: {OTHER_MODEL}")
+        self._check_lengths()
+
+    def _check_kind(self) -> None:
+        if isinstance(self.cache, EncoderDecoderCache) or self.cache.offloading:
+            raise ValueError(
+                f"A looped model goes with DynamicCache and StaticCache without offloading, got {self.cache}."
+            )
+
     def _check_size(self) -> None:
         size, growing = len(self.cache.layers), self.cache.layer_class_to_replicate is not None
         if (size < self.num_layers and not growing) or (size > self.num_layers and self._left_over()):
             raise ValueError(
                 f"The cache has {size} layers, but this model goes with {self.num_layers}, and {self.num_core} more "
-                "for each further copy: it belongs to another model. Use DynamicCache(), or make it from this model's "
-                "config."
+                f"for each further copy: {OTHER_MODEL}"
             )
 
     def _left_over(self) -> int:
         return (len(self.cache.layers) - self.num_layers) % self.num_core
 
     def _check_lengths(self) -> None:
+        num_filled = sum(is_filled(layer) for layer in self.cache.layers[self.first : self.first + self.num_core])
+        if 0 < num_filled < self.num_core:
+            raise ValueError(
+                f"{num_filled} of the core's {self.num_core} layers of the cache hold tokens, but all or none must: a "
+                "forward failed halfway, or it belongs to another model."
+            )
         lengths = [layer.get_seq_length() for layer in self._core() if is_filled(layer)]
         lengths = [length for length in lengths if not isinstance(length, Tensor)]  # asking would wait for a device
         if any(length != lengths[0] for length in lengths):

@@ -5,6 +5,9 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache
 
+from recurrent_depth.hf.cache_layout import CacheLayout
+from recurrent_depth.kv_policy import KeysValues
+
 
 class OwnLayers:
     """One forward's business with a cache that has a layer for each step of each tied block already.
@@ -13,14 +16,21 @@ class OwnLayers:
     last step wrote, so that all layers hold as many tokens.
 
     Args:
-        cache: any of transformers'.
+        cache: any of transformers' for decoders, without offloading.
+        first: the core's first layer, counted from the host's first.
+        num_core: layers of the core, each step's counted.
+        num_layers: layers of the host.
         num_tied: blocks of a step.
-        max_steps: steps that the cache has layers for.
         num_steps: steps that this forward takes.
+
+    Raises:
+        ValueError: if the cache is of another kind or another model; later, if it is of another batch size or dtype.
     """
 
-    def __init__(self, cache: Cache, num_tied: int, max_steps: int, num_steps: int):
-        self.cache, self.num_tied, self.max_steps, self.num_steps = cache, num_tied, max_steps, num_steps
+    def __init__(self, cache: Cache, *, first: int, num_core: int, num_layers: int, num_tied: int, num_steps: int):
+        self.layout = CacheLayout(cache, first, num_core, num_layers)
+        self.layout.check_without_copies()
+        self.cache, self.num_tied, self.max_steps, self.num_steps = cache, num_tied, num_core // num_tied, num_steps
         self.last: list[tuple[int, tuple[Any, ...], dict[str, Any]]] = []
 
     def view(self, step: int) -> "StepLayers":
@@ -30,6 +40,8 @@ class OwnLayers:
     def update(self, step: int, layer: int, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Takes what a block makes at a step; gives what its queries attend to."""
         place = layer + step * self.num_tied
+        if place == self.layout.first:
+            self.layout.check_like(KeysValues(*given[:2]))
         if step + 1 == self.num_steps < self.max_steps:
             self.last.append((place, given, named))
         return self.cache.update(*given[:2], place, *given[2:], **named)

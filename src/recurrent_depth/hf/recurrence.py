@@ -117,12 +117,10 @@ class Recurrence(nn.Module):
         recomputed = self.core.checkpointing and self.training and torch.is_grad_enabled()
         if cache is None or recomputed:  # what is recomputed would be written twice
             return None
-        first, num_core, num_layers = self.place
+        where = self.place._asdict() | {"num_steps": num_steps}
         if self.tied is not None:
-            return OwnLayers(cache, self.tied, num_core // self.tied, num_steps)
-        return StepSlots(
-            cache, first=first, num_core=num_core, num_layers=num_layers, policy=self.kv, num_steps=num_steps
-        )
+            return OwnLayers(cache, **where, num_tied=self.tied)
+        return StepSlots(cache, **where, policy=self.kv)
 
 
 def whole_depth(num_steps: object) -> Depth:
