@@ -2,11 +2,14 @@
 
 import copy
 import math
-from collections.abc import Iterable
-from functools import partial
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
 
 import hosts
+import jaxtyping
 import pytest
 import torch
 import torch.nn.functional as F
@@ -279,6 +282,99 @@ def test_every_encoder_is_measured(name):
         assert looped == pytest.approx(expected, rel=1e-4)
 
 
+def gemma4() -> transformers.Gemma4ForCausalLM:
+    """Its last two layers read keys and values that earlier ones made."""
+    settings = hosts.WITH_HEADS | {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 4}
+    settings |= {"global_head_dim": 8, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": hosts.VOCAB}
+    settings["layer_types"] = ["sliding_attention", "full_attention"] * 3
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**settings, initializer_range=0.2))
+
+
+def test_layers_that_write_for_later_ones_are_run_in_each_forward():
+    host, tokens = gemma4(), hosts.tokens()
+    with counted(host.model.layers) as ran:
+        report = layer_report(host, tokens, core_length=2)
+    assert len(ran) >= 6 * (3 * 6 - 2 + 2)
+    for core, _, looped in report.windows[1:3]:
+        looping = graft(copy.deepcopy(host).eval(), core, 2, update=rd.plain)
+        assert looped == pytest.approx(next_token_loss(looping, tokens), abs=1e-4)
+
+
+def test_losses_of_routers_are_not_asked_for():
+    host = hosts.host("qwen3_moe", output_router_logits=True)
+    assert layer_report(host, hosts.tokens()) == layer_report(hosts.host("qwen3_moe"), hosts.tokens())
+
+
+# What it costs -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted(layers: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """The layers in the order in which they really run."""
+    ran: list[nn.Module] = []
+
+    def counting(layer: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(forward)
+        def run(*arguments, **keywords):
+            ran.append(layer)
+            return forward(*arguments, **keywords)
+
+        return run
+
+    for layer in layers:
+        layer.forward = counting(layer, layer.forward)
+    yield ran
+    for layer in layers:
+        del layer.forward
+
+
+@pytest.mark.parametrize("num_steps", [2, 4])
+@pytest.mark.parametrize("length", [2, 5, 6])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_it_costs_as_many_forwards_as_it_says(num_steps, length, batch_size):
+    host, tokens = llama(), torch.randint(96, (3, 9))
+    calls = []
+    host.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    with counted(host.model.layers) as ran:
+        layer_report(host, tokens, core_length=length, num_steps=num_steps, batch_size=batch_size)
+    num_batches = 1 if batch_size is None else 2
+    assert len(calls) == num_batches * (3 * 6 - length + 2)
+    windows = 6 - length + 1
+    whole = 6 + num_steps - 1 + windows * ((6 - length) / 2 + (num_steps - 1) * length) / 6
+    assert len(ran) == pytest.approx(num_batches * 6 * whole)
+
+
+def test_a_bar_shows_how_far_it_is_where_there_is_a_terminal(capsys, monkeypatch):
+    host, tokens = llama(), torch.randint(96, (2, 9))
+    layer_report(host, tokens)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    layer_report(host, tokens, progress=False)
+    assert capsys.readouterr() == ("", "")
+    layer_report(host, tokens)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "layer report" in err
+    assert "18" in err  # 1 + 6 skipped + 6 looped + 5 windows of 2
+    assert err.endswith("\r")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_hooks_that_change_what_a_layer_gives_work_once(in_place):
+    def steer(layer, arguments, output):
+        return output.mul_(2) if in_place else 2 * output
+
+    tokens = torch.randint(96, (2, 9))
+    plain, hooked = llama(), llama()
+    hooked.load_state_dict(plain.state_dict())
+    hooked.model.layers[1].register_forward_hook(steer)
+    first = layer_report(hooked, tokens)
+    assert layer_report(hooked, tokens) == first
+    plain.model.layers[1].register_forward_hook(lambda layer, arguments, output: 2 * output)
+    without = with_layers(plain, [0, 1, 2, 4, 5])
+    assert first.layers[3].skipped == pytest.approx(next_token_loss(without, tokens), abs=1e-5)
+
+
 # What stays as it was ------------------------------------------------------------------------------------------------
 
 
@@ -331,7 +427,19 @@ TOKENS = torch.zeros(2, 6, dtype=torch.long)
         ({"tokens": TOKENS, "core_length": 0}, "core_length is 0"),
         ({"tokens": TOKENS, "num_steps": 1}, "num_steps is 1"),
         ({"tokens": TOKENS, "batch_size": 0}, "batch_size is 0"),
-        ({"tokens": TOKENS[:0]}, "one row or more"),
+        ({"tokens": TOKENS[:0]}, r"not empty, got shape \(0, 6\)"),
+        ({"tokens": TOKENS[0]}, r"must be \(batch, token\) and not empty, got shape \(6,\)"),
+        ({"tokens": TOKENS.float()}, "tokens must be integers, got torch.float32"),
+        ({"tokens": TOKENS + 96}, "tokens must lie in 0 to 95, the vocabulary; got 96 to 96"),
+        ({"tokens": TOKENS - 1}, "got -1 to -1"),
+        ({"tokens": "some text"}, "got 'some text'"),
+        ({"tokens": [TOKENS, TOKENS]}, "got a list. Batches are put into one tensor by torch.cat"),
+        ({"tokens": {"input_ids": TOKENS.tolist()}}, "tokens must be a tensor"),
+        (
+            {"model": "a/name", "tokens": TOKENS},
+            r"load it first, such as by AutoModelForCausalLM.from_pretrained\('a/name",
+        ),
+        ({"model": 3, "tokens": TOKENS}, "model is 3, but must be a Module"),
         ({"tokens": TOKENS[:, :1]}, "at least 2 long"),
         ({"tokens": TOKENS, "mask": torch.ones(2, 5, dtype=torch.bool)}, r"mask must be \(2, 6\)"),
         ({"tokens": TOKENS, "mask": torch.zeros(2, 6, dtype=torch.bool)}, "Nothing counts"),
@@ -339,9 +447,10 @@ TOKENS = torch.zeros(2, 6, dtype=torch.long)
         ({"tokens": {"input_ids": TOKENS, "attention_mask": torch.ones(3, 6)}}, "all inputs as many"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments, said):
+def test_what_does_not_fit_is_refused(arguments, said, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
     with pytest.raises(ValueError, match=said):
-        layer_report(llama(), **arguments)
+        layer_report(**{"model": llama()} | arguments)
 
 
 def test_a_host_without_next_tokens_needs_losses():

@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from recurrent_depth.checks import checked_padding
-from recurrent_depth.depth import require_whole
+from recurrent_depth.checks import checked_padding, checked_tokens
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.objective import IGNORED, next_token_targets, token_losses
 
 Batch = Mapping[str, Any]
@@ -27,10 +28,19 @@ class HostInputs(NamedTuple):
         """Tokens under the name that the host has for them, or a dictionary as it is.
 
         Raises:
-            ValueError: if there is no row, the tensors have different numbers of rows, the mask does not belong to the
-                tokens or is given twice, or `batch_size` is below 1.
+            ValueError: if they are neither a tensor nor a dictionary, token ids are not (batch, token) of integers in
+                the vocabulary, there is no row, the tensors have different numbers of rows, the mask does not belong to
+                the tokens or is given twice, or `batch_size` is below 1.
         """
+        if not isinstance(tokens, Tensor | Mapping):
+            raise ValueError(
+                f"tokens must be a tensor (batch, token), or a dictionary of what the host's forward takes, got "
+                f"{_said(tokens)}. Batches are put into one tensor by torch.cat; batch_size is how many rows are read "
+                "at once."
+            )
         by_name: dict[str, Any] = dict(tokens) if isinstance(tokens, Mapping) else {_main_name(model): tokens}
+        if "input_ids" in by_name:
+            by_name["input_ids"] = _checked_ids(model, by_name["input_ids"])
         if mask is not None:
             if isinstance(tokens, Mapping):
                 raise ValueError("With a dictionary of inputs the mask belongs into it, as attention_mask.")
@@ -42,6 +52,11 @@ class HostInputs(NamedTuple):
         size = num_rows if batch_size is None else require_whole("batch_size", batch_size, at_least=1)
         return cls(by_name, num_rows, size)
 
+    @property
+    def num_batches(self) -> int:
+        """How often the host is run to read all rows once."""
+        return -(-self.num_rows // self.batch_size)
+
     def batches(self) -> Iterator[dict[str, Any]]:
         """The inputs of so many rows after the others."""
         for first in range(0, self.num_rows, self.batch_size):
@@ -49,12 +64,16 @@ class HostInputs(NamedTuple):
             yield {name: value[rows] if isinstance(value, Tensor) else value for name, value in self.by_name.items()}
 
 
+NOT_ASKED = ("use_cache", "output_router_logits")
+"""What a host computes beside its outcome if its configuration says so: a cache, and losses of all routers' logits."""
+
+
 def run(model: nn.Module, batch: Batch) -> Any:
     """The host's output, computed without a cache."""
-    parameters = inspect.signature(model.forward).parameters
+    parameters, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    caches = "use_cache" in parameters or (takes_any and hasattr(getattr(model, "config", None), "use_cache"))
-    return model(**batch, use_cache=False) if caches else model(**batch)
+    off = [name for name in NOT_ASKED if name in parameters or (takes_any and hasattr(config, name))]
+    return model(**dict.fromkeys(off, False) | batch)
 
 
 def real(batch: Batch, values: Tensor) -> Tensor:
@@ -72,6 +91,16 @@ def next_token_losses(output: Any, batch: Batch) -> Tensor:
     return token_losses(output.logits, targets)[targets != IGNORED]
 
 
+def require_model(model: object) -> None:
+    """Raises a ValueError for what is no module; of a name or a folder says how to load it."""
+    if isinstance(model, str | Path):
+        raise ValueError(
+            f"model is {str(model)!r}, but must be a model: load it first, such as by "
+            f"AutoModelForCausalLM.from_pretrained({str(model)!r})."
+        )
+    require_instance("model", model, nn.Module)
+
+
 def require_decoder(model: nn.Module, batch: Batch) -> None:
     """Raises a ValueError for a host whose losses are not those of next tokens."""
     if "input_ids" in batch and getattr(model, "can_generate", lambda: False)():
@@ -86,6 +115,19 @@ def require_decoder(model: nn.Module, batch: Batch) -> None:
 def _main_name(model: nn.Module) -> str:
     name = getattr(model, "main_input_name", None)
     return name if isinstance(name, str) else next(iter(inspect.signature(model.forward).parameters))
+
+
+def _checked_ids(model: nn.Module, ids: object) -> Tensor:
+    """Token ids, whose values are looked at on every device: a report is made once."""
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    vocab_size = getattr(embedding, "num_embeddings", torch.iinfo(torch.int64).max)
+    if not isinstance(ids, Tensor):
+        return checked_tokens(ids, vocab_size)
+    return checked_tokens(ids.cpu(), vocab_size).to(ids.device)
+
+
+def _said(given: object) -> str:
+    return repr(given) if isinstance(given, str) and len(given) < 60 else f"a {type(given).__name__}"
 
 
 class Mean:
