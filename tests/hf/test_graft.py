@@ -7,41 +7,57 @@ from functools import partial
 import hosts
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import recurrent_depth as rd
 from recurrent_depth.hf import corrected, graft, is_graft, ungraft
+from recurrent_depth.hf.versions import CACHE
 
 each_host = pytest.mark.parametrize("name", [*hosts.DECODERS, *hosts.ENCODERS])
 each_decoder = pytest.mark.parametrize("name", hosts.DECODERS)
 POLICIES = [rd.KeepAll(), rd.KeepFirst(), rd.KeepLast(), rd.KeepMean(), rd.KeepCyclic(2)]
 
 
-def grads(model, **arguments):
+each_update = pytest.mark.parametrize("update", [corrected, rd.gated, rd.plain])
+
+
+def grads(model, name, **arguments):
     model.zero_grad()
-    tokens = hosts.tokens()
-    model(tokens, labels=tokens, **arguments).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    hosts.outcome(model(**hosts.inputs(name), **arguments)).square().mean().backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
 
 @each_host
-def test_one_step_is_the_host_whatever_was_learned(name):
+@each_update
+def test_one_step_is_the_host_whatever_was_learned(update, name):
     model, inputs = hosts.host(name), hosts.inputs(name)
     expected = hosts.outcome(model(**inputs))
-    graft(model, range(1, 4), 3)
+    graft(model, range(1, 4), 3, update=update)
     hosts.randomise(model.recurrence)
     assert torch.equal(hosts.outcome(model(**inputs, num_steps=1)), expected)
     assert not torch.allclose(hosts.outcome(model(**inputs)), expected, atol=1e-2)
 
 
-@each_decoder
-def test_cache_and_gradients_of_one_step_are_the_hosts(name):
+@each_host
+@each_update
+def test_gradients_of_one_step_are_the_hosts(update, name):
     model = hosts.host(name).train()
-    expected, layers = grads(model), hosts.cache_of(model(hosts.tokens())).layers
-    graft(model, range(1, 4), 3)
+    expected = grads(model, name)
+    graft(model, range(1, 4), 3, update=update)
     hosts.randomise(model.recurrence)
-    found = grads(model, num_steps=1)
-    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
-    assert not any(found[name].any() for name in found.keys() - expected.keys())
+    found = grads(model, name, num_steps=1)
+    assert all(torch.equal(found[key], grad) for key, grad in expected.items())
+    assert not any(found[key].any() for key in found.keys() - expected.keys())
+
+
+@each_decoder
+@each_update
+def test_the_cache_of_one_step_is_the_hosts(update, name):
+    model = hosts.host(name)
+    layers = hosts.cache_of(model(hosts.tokens())).layers
+    graft(model, range(1, 4), 3, update=update)
+    hosts.randomise(model.recurrence)
     cached = hosts.cache_of(model(hosts.tokens(), num_steps=1)).layers
     assert len(cached) == len(layers)
     for ours, theirs in zip(cached, layers, strict=True):
@@ -71,6 +87,37 @@ def test_before_training_a_gated_graft_decodes_as_its_host_under_every_policy(na
         found = model.generate(**prompt, **settings)
         assert torch.equal(found.sequences, expected.sequences)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found.logits, expected.logits, strict=True))
+
+
+@given(
+    name=st.sampled_from(list(hosts.DECODERS)),
+    update=st.sampled_from([corrected, rd.gated]),
+    bias=st.floats(-8, 8),
+    kv=st.sampled_from([*POLICIES, rd.KeepCyclic(3)]),
+    depths=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+)
+def test_before_training_a_gated_graft_is_its_host_at_any_depth_bias_and_policy(name, update, bias, kv, depths):
+    """Read whole and through a cache, token by token, each call at another depth."""
+    model, text = hosts.host(name), hosts.tokens()
+    expected = model(text, use_cache=False).logits
+    graft(model, range(1, 4), depths[0], update=partial(update, bias=bias), kv=kv)
+    assert torch.equal(model(text, use_cache=False).logits, expected)
+    ungraft(model)
+    alone = read(model, text, [{}] * 3)
+    graft(model, range(1, 4), 2, update=partial(update, bias=bias), kv=kv)
+    found = read(model, text, [{"num_steps": num_steps} for num_steps in depths])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, alone, strict=True))
+
+
+@torch.no_grad()
+def read(model, text, calls):
+    """The logits of a text's pieces through one cache, each with settings of its own."""
+    cache, found = {}, []
+    for piece, settings in zip(text.split([7, 1, 1], dim=1), calls, strict=True):
+        out = model(piece, use_cache=True, **cache, **settings)
+        cache = {CACHE: hosts.cache_of(out)}
+        found.append(out.logits)
+    return found
 
 
 @each_host
@@ -214,7 +261,7 @@ def test_outliers_of_the_state_do_not_rule_what_the_correction_learns():
     assert sizes[0] < 2 * 5 * 8**0.5 + 1e-3 < sizes[1]  # no normalised feature is above the root of the width
 
 
-@pytest.mark.parametrize("update", [corrected, rd.gated, rd.plain])
+@each_update
 def test_a_shallower_run_of_a_graft_is_a_prefix(update):
     model, states = hosts.grafted("llama", update=update), []
     step = model.recurrence.core.step
