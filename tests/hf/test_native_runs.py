@@ -1,4 +1,4 @@
-"""A run of the training example that leaves for transformers and comes back: it writes text there, and trains on here."""
+"""A run of the training example that leaves for transformers and comes back: it writes text there, trains on here."""
 
 import json
 import shutil

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+import recurrent_depth as rd
+
 
 def where(
     tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
@@ -60,6 +62,23 @@ def require_tokens(input_ids: Tensor | None, unknown: dict[str, Any]) -> Tensor:
     if given or input_ids is None:
         raise ValueError("input_ids must be given, and no inputs_embeds: updates of a loop may look at the tokens.")
     return input_ids
+
+
+def require_together(native: rd.RecurrentTransformer, tokens: Tensor) -> None:
+    """Raises a ValueError where accelerate has put the weights of a model on several devices, or on the disk.
+
+    Its hooks bring inputs to the weights of one module, or these from the disk, when that module is called. A loop also
+    reads weights beside calls: those of its head, of injections and gates.
+    """
+    token, spread = native.embed.token, getattr(native.embed.token, "_hf_hook", None) is not None
+    if not spread and (tokens.is_meta or not token.weight.is_meta):  # each module has a hook where a model was spread
+        return
+    places = sorted({str(weight.device) for weight in native.parameters()})
+    if len(places) > 1 or places == ["meta"]:
+        raise ValueError(
+            f"The weights of this model lie on {' and '.join(places).replace('meta', 'the disk')}, but the loop needs "
+            "them all on one device: load it with device_map={'': device}, or in bfloat16 where it does not fit."
+        )
 
 
 def kept_tokens(logits_to_keep: int | Tensor) -> slice | Tensor:

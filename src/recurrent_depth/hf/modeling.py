@@ -16,7 +16,7 @@ from recurrent_depth.hf.attention import host_attention
 from recurrent_depth.hf.cache import StepSlots
 from recurrent_depth.hf.cache_views import model_views
 from recurrent_depth.hf.configuration import RecurrentDepthConfig
-from recurrent_depth.hf.inputs import complete_mask, kept_tokens, require_tokens, where
+from recurrent_depth.hf.inputs import complete_mask, kept_tokens, require_together, require_tokens, where
 from recurrent_depth.hf.outputs import RecurrentDepthCausalLMOutput, RecurrentDepthOutput
 from recurrent_depth.hf.parts import policy_of
 from recurrent_depth.hf.passing import hidden_states, recorded, run
@@ -37,6 +37,8 @@ class RecurrentDepthModel(RecurrentDepthPreTrainedModel):
         kv: which steps' keys and values a cache stores.
         num_steps: the depth of a forward that is told none: full depth, unless it is set to something else, as
             `SampleDepth` does for each optimiser step.
+        is_routed: whether a router picks tokens, so that a cache of transformers, which holds whole batches, will not
+            do.
         gradient_checkpointing: whether each step is recomputed in the backward pass, never re-entrantly.
     """
 
@@ -44,6 +46,7 @@ class RecurrentDepthModel(RecurrentDepthPreTrainedModel):
         super().__init__(config)
         self.transformer, self.kv = config.build(), policy_of(config.kv)
         self.num_steps: int | rd.Depth = self.transformer.num_steps
+        self.is_routed = self.transformer.core.update.cost(self.num_steps).selects
         host_attention(self.transformer, config)
         mark_started(self)
         self.post_init()
@@ -87,10 +90,11 @@ class RecurrentDepthModel(RecurrentDepthPreTrainedModel):
             unknown: refused, unless None or False.
 
         Raises:
-            ValueError: for what the native model refuses, for arguments that mean nothing here, and for a cache beside
-                a router, which leaves tokens out.
+            ValueError: for what the native model refuses, for arguments that mean nothing here, for a cache beside a
+                router, which leaves tokens out, and for weights that were spread over several devices or the disk.
         """
         tokens, native = require_tokens(input_ids, unknown), self.transformer
+        require_together(native, tokens)
         between_too = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
         depth = as_depth(self.num_steps if num_steps is None else num_steps, batch=len(tokens))
         cache = self._cache(past_key_values if cache is None else cache, use_cache)
@@ -110,12 +114,6 @@ class RecurrentDepthModel(RecurrentDepthPreTrainedModel):
             losses=passed.losses or None,
             **with_cache,
         )
-
-    @property
-    def is_routed(self) -> bool:
-        """Whether a router picks tokens, so that a cache of transformers, which holds whole batches, will not do."""
-        native = self.transformer
-        return native.core.update.cost(native.num_steps).selects
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
         if self.is_routed and (cache is not None or use_cache):

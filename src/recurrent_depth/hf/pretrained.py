@@ -23,7 +23,7 @@ class RecurrentDepthPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _no_split_modules = ["TransformerBlock", "ConditionedBlock"]
+    _no_split_modules = ["RecurrentDepthModel"]  # no module within it but the blocks is called as a whole
     _skip_keys_device_placement = ["cache", "past_key_values"]
 
     @property
