@@ -81,12 +81,28 @@ def test_a_forward_counts_positions_from_a_rows_first_real_token():
 
 
 @pytest.mark.parametrize("kv", POLICIES, ids=str)
-def test_beams_are_those_of_a_model_without_a_cache(kv):
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_a_beams_score_is_that_of_its_text_read_alone(kv, implementation):
     model, tokens = made(kv=kv), some_tokens()
-    beams = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0}
-    assert written(model, tokens, **beams).shape == (4, 13)
+    beams = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0, "return_dict_in_generate": True}
+    found = written(model, tokens, **beams, output_scores=True, cache_implementation=implementation)
+    assert found.sequences.shape == (4, 13)
+    for text, score in zip(found.sequences, found.sequences_scores, strict=True):
+        torch.testing.assert_close(score, score_alone(model, text[None], num_read=7), atol=1e-4, rtol=1e-4)
     if kv == "KeepAll":
-        assert torch.equal(written(model, tokens, **beams), written(model, tokens, use_cache=False, **beams))
+        assert torch.equal(found.sequences, written(model, tokens, **beams, use_cache=False).sequences)
+
+
+@torch.no_grad()
+def score_alone(model: RecurrentDepthForCausalLM, text: torch.Tensor, num_read: int) -> torch.Tensor:
+    """The log-likelihood of what follows the tokens that were read at once, by the library's own cache."""
+    cache, score = rd.DepthCache(policy=model.model.kv), torch.zeros(())
+    new = text[:, :num_read]
+    for at in range(num_read, text.shape[1]):
+        logits = rd.extend(model.native, new, cache)[0, -1]
+        new = text[:, at : at + 1]
+        score = score + logits.log_softmax(-1)[new.item()]
+    return score
 
 
 def test_sampling_is_the_same_with_and_without_a_cache():
