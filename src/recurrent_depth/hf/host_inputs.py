@@ -73,7 +73,7 @@ def run(model: nn.Module, batch: Batch) -> Any:
     parameters, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     off = [name for name in NOT_ASKED if name in parameters or (takes_any and hasattr(config, name))]
-    return model(**dict.fromkeys(off, False) | batch)
+    return model(**{**dict.fromkeys(off, False), **batch})
 
 
 def real(batch: Batch, values: Tensor) -> Tensor:

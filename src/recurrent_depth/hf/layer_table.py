@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from recurrent_depth.extras import require_extra
+
 
 class LayerLine(NamedTuple):
     """What one layer does.
@@ -66,8 +68,9 @@ class LayerReport(NamedTuple):
         """Draws influence and losses of the layers, and the losses of looped windows, to a file.
 
         Raises:
-            ImportError: without matplotlib.
+            ModuleNotFoundError: without matplotlib, which the extra `train` brings.
         """
+        require_extra("matplotlib", "train", "The plot of a layer report")
         from recurrent_depth.hf.layer_plot import plot
 
         plot(self, Path(path))

@@ -4,6 +4,8 @@ import importlib.metadata
 import inspect
 import re
 
+from recurrent_depth.extras import install
+
 FLOOR = (5, 8, 1)
 
 
@@ -20,7 +22,7 @@ def require_floor(found: str) -> None:
 try:
     require_floor(importlib.metadata.version("transformers"))
 except importlib.metadata.PackageNotFoundError:
-    raise ImportError("recurrent_depth.hf needs transformers: pip install 'recurrent-depth[hf]'") from None
+    raise ImportError(f"recurrent_depth.hf needs transformers, {install('hf')}") from None
 
 from transformers.masking_utils import create_causal_mask  # noqa: E402
 
