@@ -59,6 +59,7 @@ class RecurrentCore(nn.Module):
         start: Float[Tensor, "batch token dim"] | None = None,
         kv: CoreViews | None = None,
         extra: Mapping[str, Any] | None = None,
+        watch: Callable[[DepthState], object] | None = None,
     ) -> Float[Tensor, "batch token dim"]:
         """What the update reads from the state after the last step.
 
@@ -70,6 +71,7 @@ class RecurrentCore(nn.Module):
             start: an initial state in place of the update's own.
             kv: gives each step its view of a cache.
             extra: further arguments for your blocks, which read them from `at.extra`.
+            watch: is shown the state after each step.
 
         Raises:
             ValueError: if `x` is not (batch, token, dim) of floats or not of the update's width, `start` is not like
@@ -88,7 +90,8 @@ class RecurrentCore(nn.Module):
         call = Call(depth.num_steps, positions=positions, mask=padding, start=start)
         valid = None if padding is None else padding[:, -x.shape[1] :]
         at = At(positions, mask, valid, extra=extra or {})
-        (last,) = deque(self.states(x, depth, call, at, kv), maxlen=1)
+        states = self.states(x, depth, call, at, kv)
+        (last,) = deque(states if watch is None else _watched(states, watch), maxlen=1)
         return self.update.read(last)
 
     def states(
@@ -176,6 +179,12 @@ class RecurrentCore(nn.Module):
         The loop stays Python, so a new depth compiles nothing.
         """
         self._take_step = torch.compile(take_step, **arguments)
+
+
+def _watched(states: Iterator[DepthState], watch: Callable[[DepthState], object]) -> Iterator[DepthState]:
+    for state in states:
+        watch(state)
+        yield state
 
 
 def _stack_of(blocks: Iterable[nn.Module] | nn.Module) -> Any:

@@ -204,7 +204,7 @@ def test_a_copy_takes_nothing_along_of_a_layer_that_was_called_by_itself():
     hook.remove()
     given = calls[0][2]
     model.model.layers[1](state, **given | {"past_key_values": None})
-    assert copy.deepcopy(model).recurrence._anchor is None
+    assert copy.deepcopy(model).recurrence._forward.anchor is None
 
 
 def test_a_graft_goes_through_pickle(tmp_path):

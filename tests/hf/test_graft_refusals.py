@@ -6,6 +6,7 @@ import hosts
 import jaxtyping
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -130,6 +131,69 @@ def test_a_depth_given_to_a_part_of_the_graft_is_refused_and_not_passed_over(nam
         found = model.base_model(tokens).last_hidden_state
     expected = model(tokens, num_steps=2, output_hidden_states=True).hidden_states[-1]
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert", "vit"])
+@pytest.mark.parametrize("mistaken", ["num_step", "n_steps", "steps", "numsteps", "num_stepss", "max_steps"])
+def test_a_depth_under_a_name_that_is_none_is_refused_and_not_passed_over(name, mistaken):
+    model = hosts.grafted(name)
+    with pytest.raises(ValueError, match=f"{mistaken} is no argument of this graft; is num_steps meant"):
+        model(**hosts.inputs(name), **{mistaken: 1})
+    with pytest.raises((ValueError, TypeError), match=mistaken):
+        model.base_model(**hosts.inputs(name), **{mistaken: 1})
+
+
+def test_what_else_a_host_takes_is_passed_on():
+    model, tokens = hosts.grafted("llama"), hosts.tokens()
+    expected = model(tokens, labels=tokens).loss
+    found = model(tokens, labels=tokens, num_items_in_batch=2 * 8, logits_to_keep=0, whatever=1).loss
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="num_step"):
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2, num_step=2)
+
+
+SPEECH = {"conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3), "layerdrop": 0.0}
+SPEECH |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+HANDING_ON = {
+    "T5": (transformers.T5ForConditionalGeneration, transformers.T5Config, {}, "encoder.block"),
+    "T5's decoder": (transformers.T5ForConditionalGeneration, transformers.T5Config, {}, "decoder.block"),
+    "T5's encoder": (transformers.T5EncoderModel, transformers.T5Config, {}, None),
+    "WavLM": (transformers.WavLMModel, transformers.WavLMConfig, SPEECH, None),
+}
+
+
+@pytest.mark.parametrize("case", HANDING_ON)
+@pytest.mark.parametrize("way", [graft, retrofit])
+def test_layers_that_hand_on_a_position_bias_are_refused_and_left_as_they_were(case, way):
+    host, config, settings, layers = HANDING_ON[case]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 5, "num_attention_heads": 4, "intermediate_size": 48}
+    if config is transformers.T5Config:
+        sizes = {"vocab_size": hosts.VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 5, "num_heads": 4}
+    model = host(config(**sizes | settings)).eval()
+    kinds = [type(part) for part in model.modules()]
+    with pytest.raises(ValueError, match=r"makes a position bias \(compute_bias\) and hands it to the layers behind"):
+        way(model, range(1, 4), 2, layers=layers)
+    assert [type(part) for part in model.modules()] == kinds
+
+
+def test_position_biases_that_no_layer_hands_on_are_no_matter():
+    config = transformers.UMT5Config(vocab_size=hosts.VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=5, num_heads=4)
+    model, tokens = transformers.UMT5EncoderModel(config).eval(), hosts.tokens()
+    expected = model(tokens).last_hidden_state
+    assert torch.equal(graft(model, range(1, 4), 2)(tokens).last_hidden_state, expected)
+
+
+def test_an_encoder_that_a_decoder_looks_at_loops():
+    sizes = {"d_model": 32, "encoder_layers": 5, "decoder_layers": 5, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": hosts.VOCAB}
+    model, tokens = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval(), hosts.tokens()
+    with pytest.raises(ValueError, match=r"'model.encoder.layers' \(5 BartEncoderLayer\).*layers="):
+        graft(model, range(1, 4), 2)
+    expected = model(tokens, decoder_input_ids=tokens).logits
+    graft(model, range(1, 4), 2, layers="model.encoder.layers")
+    assert torch.equal(model(tokens, decoder_input_ids=tokens).logits, expected)
+    hosts.randomise(model.recurrence)
+    assert not torch.allclose(model(tokens, decoder_input_ids=tokens).logits, expected, atol=1e-3)
 
 
 def test_data_parallel_replicas_are_refused():

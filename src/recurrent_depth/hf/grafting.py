@@ -13,16 +13,16 @@ from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.hf.anchor_correction import corrected
 from recurrent_depth.hf.description import describe_factory, describe_part
 from recurrent_depth.hf.host_calls import HostStack
-from recurrent_depth.hf.host_class import host_class, with_steps
+from recurrent_depth.hf.host_class import host_class, mark_started, with_steps
 from recurrent_depth.hf.host_first import HostFirst
 from recurrent_depth.hf.host_layers import check_core, find_layers, state_width
+from recurrent_depth.hf.layer_form import check_answerable
+from recurrent_depth.hf.read_from_gguf import unmark_gguf
 from recurrent_depth.hf.recurrence import Place, Recurrence
 from recurrent_depth.hf.slots import Seat, original_class, passage_class, slot_class
+from recurrent_depth.hf.update_start import half_open, make_update
 from recurrent_depth.hf.wrapped import check_bare
-from recurrent_depth.initialisation import start_weights
-from recurrent_depth.injection import Injection
 from recurrent_depth.kv_policy import KeepAll, KVStepPolicy
-from recurrent_depth.update import DepthUpdate
 
 
 def graft(
@@ -53,6 +53,8 @@ def graft(
         core: the layers of the core, counted from 0, in a row.
         num_steps: how often the core runs where a call says nothing else; kept as `model.recurrence.num_steps`.
         update: makes the update for the width: `corrected`, a `functools.partial` of it, `rd.gated`, `rd.plain`, ...
+            The gate of `rd.gated` starts at 0 here too, where half of a step is written, and not at the paper's 4,
+            unless `bias` is given: `functools.partial(rd.gated, bias=4.0)`. A function of yours starts as it says.
         kv: what a cache stores of the steps; `rd.KeepAll()` by default, exactly the model without a cache.
         drop: layers that are left out.
         layers: where the layers are, or the path to there, if they are not found.
@@ -61,8 +63,9 @@ def graft(
         dim: the width of the hidden state, if it is not found.
 
     Raises:
-        ValueError: if the layers are not found, `core` or `drop` do not fit them, the model is grafted already,
-            `update` gives no update or one that picks tokens, or `num_steps` is below 1.
+        ValueError: if the layers are not found or hand on more than the hidden state, `core` or `drop` do not fit
+            them, the model is grafted already, has adapters or is wrapped, `update` gives no update or one that picks
+            tokens, or `num_steps` is below 1.
 
     Reference: for recurrence from pretrained layers McLeish et al., 2025, arXiv 2511.07384; the start is ours.
     """
@@ -72,6 +75,7 @@ def graft(
     require_instance("kv", kv := kv or KeepAll(), KVStepPolicy)
     require_whole("num_steps", num_steps, at_least=1)
     width = state_width(model, found[first], dim)
+    update = half_open(update)
     made = make_update(update, width, like=found[first])
     recurrence = Recurrence(
         RecurrentCore(HostStack(), HostFirst(made) if host_first and not made.starts_plain else made),
@@ -97,7 +101,9 @@ def plant(
         settings: what the host's configuration says of it.
     """
     first, num_core, _ = recurrence.place
+    unmark_gguf(model)
     recurrence.train(model.training)
+    mark_started(recurrence)
     chosen: list[Any] = list(layers[first : first + num_core])
     recurrence.gradient_checkpointing = any(getattr(layer, "gradient_checkpointing", False) for layer in chosen)
     for index, layer in enumerate(chosen):
@@ -150,30 +156,6 @@ def is_graft(model: object) -> bool:
     return isinstance(model, nn.Module) and isinstance(model._modules.get("recurrence"), Recurrence)
 
 
-def make_update(factory: Callable[[int], DepthUpdate], dim: int, *, like: nn.Module) -> DepthUpdate:
-    """The update for a width, on a layer's device and in its dtype, started for a graft.
-
-    Raises:
-        ValueError: if the factory gives none, or one that picks tokens.
-    """
-    if isinstance(factory, nn.Module) or not callable(factory):
-        said = type(factory).__name__
-        raise ValueError(f"update must make an update for a width, such as rd.gated; got {said}, which is no function.")
-    update = factory(dim)
-    require_instance("What update makes", update, DepthUpdate)
-    if update.cost(2).selects:
-        raise ValueError(
-            f"{type(update).__name__} picks tokens, but a host's layers cannot run on some tokens alone: their masks, "
-            "positions and caches are made for all. Choose an update in which every token takes every step."
-        )
-    start_weights(update)
-    for part in update.modules():
-        if isinstance(part, Injection):
-            part.start_at_anchor()
-    weights = [x for x in like.parameters() if x.is_floating_point()]
-    return update.to(weights[0].device, weights[0].dtype) if weights else update
-
-
 def _on_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -187,7 +169,8 @@ def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleL
 
     Raises:
         ValueError: if it is no module, is a graft or holds one, has another part of the name `recurrence` or takes
-            `num_steps` already, has adapters or is wrapped, or its layers are not found.
+            `num_steps` already, has adapters or is wrapped, its layers are not found, or they hand something on beside
+            the hidden state.
     """
     require_instance("model", model, nn.Module)
     assert isinstance(model, nn.Module)
@@ -200,4 +183,7 @@ def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleL
         raise ValueError(f"{type(model).__name__} has a part of its own that is named recurrence.")
     if "num_steps" in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes num_steps of its own: it has a loop, or means something else.")
-    return find_layers(model, layers)
+    found = find_layers(model, layers)
+    for layer in found:
+        check_answerable(layer)
+    return found

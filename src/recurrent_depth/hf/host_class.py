@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from recurrent_depth.depth import Depth
 from recurrent_depth.hf.saving import with_recurrence
-from recurrent_depth.hf.slots import named_like
+from recurrent_depth.hf.slots import named_like, refuse_mistaken
 
 
 class Host:
@@ -48,14 +48,17 @@ def host_class(model: type[nn.Module]) -> Any:
     own["forward"] = with_steps(model.forward)
     if issubclass(model, PreTrainedModel):
         own["save_pretrained"] = with_recurrence(model.save_pretrained)
+        own["_init_weights"] = _beside_the_loop(model._init_weights)
     return type(model.__name__, (Host, model), own)
 
 
 def with_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A host's `forward` that takes `num_steps` for the time of a call."""
+    """A host's `forward` that takes `num_steps` for the time of a call, and refuses what is close to that name."""
+    known = frozenset(inspect.signature(forward).parameters)
 
     @functools.wraps(forward)
     def deeper(self: Any, *arguments: Any, num_steps: int | Depth | None = None, **keywords: Any) -> Any:
+        refuse_mistaken(keywords, known)
         with self.recurrence.at_depth(num_steps):
             return forward(self, *arguments, **keywords)
 
@@ -68,6 +71,27 @@ def _with_steps(signature: inspect.Signature) -> inspect.Signature:
     given = list(signature.parameters.values())
     rest = [parameter for parameter in given if parameter.kind is parameter.VAR_KEYWORD]
     return signature.replace(parameters=[p for p in given if p not in rest] + [steps, *rest])
+
+
+def mark_started(recurrence: nn.Module) -> None:
+    """Tells transformers that a loop's weights have their start; one on the meta device has none yet."""
+    if not any(tensor.is_meta for tensor in chain(recurrence.parameters(), recurrence.buffers())):
+        for module in recurrence.modules():
+            module._is_hf_initialized = True  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+
+
+def _beside_the_loop(init_weights: Callable[..., None]) -> Callable[..., None]:
+    """A host's rule for the start of a module, where the loop has a rule of its own."""
+
+    @functools.wraps(init_weights)
+    def start(self: Any, module: nn.Module) -> None:
+        recurrence = self.recurrence
+        if module is recurrence and not getattr(recurrence, "_is_hf_initialized", False):
+            recurrence.reset_parameters()
+        elif all(module is not part for part in recurrence.modules()):
+            init_weights(self, module)
+
+    return start
 
 
 def _revive(model: type[nn.Module]) -> nn.Module:

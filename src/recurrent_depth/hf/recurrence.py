@@ -1,5 +1,6 @@
 """What a graft adds to its host: the loop, and what one forward has noted of the host's calls."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,7 +14,10 @@ from recurrent_depth.depth import Depth, as_depth
 from recurrent_depth.hf.cache import StepSlots
 from recurrent_depth.hf.host_calls import HostCall
 from recurrent_depth.hf.own_layers import OwnLayers
+from recurrent_depth.hf.update_start import start_as_host
+from recurrent_depth.initialisation import start_weights
 from recurrent_depth.kv_policy import KVStepPolicy
+from recurrent_depth.update import DepthState
 
 
 class Place(NamedTuple):
@@ -22,6 +26,30 @@ class Place(NamedTuple):
     first: int
     num_core: int
     num_layers: int
+
+
+class Forward(threading.local):
+    """What the forward of one thread was asked for, and what it has noted; each thread has its own.
+
+    A copy, by `copy` or `pickle`, starts with nothing: tensors in the middle of a forward can have no copies.
+    """
+
+    asked: Depth | None = None
+    noted: tuple[HostCall, ...] = ()
+    anchor: Tensor | None = None
+    records: tuple[list[DepthState], ...] = ()
+
+    def __reduce__(self) -> Any:
+        return Forward, ()
+
+    def forget(self) -> None:
+        """Lets go of what was noted."""
+        self.noted, self.anchor = (), None
+
+    def watch(self, state: DepthState) -> None:
+        """Keeps a state for whoever records."""
+        for record in self.records:
+            record.append(state)
 
 
 class Recurrence(nn.Module):
@@ -44,9 +72,13 @@ class Recurrence(nn.Module):
         super().__init__()
         self.core, self.kv, self.place, self.tied = core, kv, place, tied
         self.num_steps = num_steps
-        self._asked: Depth | None = None
-        self._noted: tuple[HostCall, ...] = ()
-        self._anchor: Tensor | None = None
+        self._forward = Forward()
+
+    def reset_parameters(self) -> None:
+        """Gives every weight its start, that of `graft`: the model is its host. Corrections per step start as none."""
+        start_weights(self.core)
+        start_weights(self.kv)
+        start_as_host(self.core.update)
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -59,20 +91,34 @@ class Recurrence(nn.Module):
 
     @contextmanager
     def at_depth(self, num_steps: int | Depth | None) -> Iterator[None]:
-        """Forwards inside take so many steps; None leaves it as it is.
+        """Forwards inside take so many steps, those of this thread; None leaves it as it is.
 
         Raises:
             ValueError: if it is no depth, or one for each row.
         """
-        before, self._asked = self._asked, self._asked if num_steps is None else whole_depth(num_steps)
+        now = self._forward
+        before, now.asked = now.asked, now.asked if num_steps is None else whole_depth(num_steps)
         try:
             yield
         finally:
-            self._asked, self._noted, self._anchor = before, (), None
+            now.asked = before
+            now.forget()
 
-    def __getstate__(self) -> Any:
-        """What a copy takes along: nothing of a forward, whose tensors no copy can be made of."""
-        return self.__dict__ | {"_noted": (), "_anchor": None}
+    @contextmanager
+    def recording(self) -> Iterator[list[DepthState]]:
+        """Gives a list to which forwards inside, those of this thread, add the state after each of their steps.
+
+        `state.h` is the state, `state.write` the share that the step wrote, (batch, token), the mean over the features:
+        `1 - g` of a gate. The first step is the host's own and writes all, if nothing else was asked of `graft`. States
+        of forwards with gradients hold on to their graph; those of `generate` follow one another, token by token.
+        """
+        now = self._forward
+        states: list[DepthState] = []
+        before, now.records = now.records, (*now.records, states)
+        try:
+            yield states
+        finally:
+            now.records = before
 
     def _replicate_for_data_parallel(self) -> Any:
         # Replicas of the layers would find this module, on another device, and not their own.
@@ -88,26 +134,28 @@ class Recurrence(nn.Module):
             ValueError: if the host did something between its layers that a loop cannot repeat: it left one out, or
                 changed the hidden state.
         """
-        before = self._noted if index > 0 else ()
-        if len(before) != index or (before and anchor is not self._anchor):
-            self._noted, self._anchor = (), None
+        now = self._forward
+        before = now.noted if index > 0 else ()
+        if len(before) != index or (before and anchor is not now.anchor):
+            now.forget()
             raise ValueError(
                 f"The host did not run layer {self.place.first + index} right behind the one before it: layers are "
                 "left out at random (layerdrop), or the hidden state changes between them. Such layers cannot loop."
             )
-        self._noted, self._anchor = (*before, call), anchor
-        return self._noted
+        now.noted, now.anchor = (*before, call), anchor
+        return now.noted
 
     def forward(
         self, anchor: Float[Tensor, "batch token dim"], calls: tuple[HostCall, ...]
     ) -> Float[Tensor, "batch token dim"]:
         """The loop over the layers of `calls`."""
-        self._noted, self._anchor = (), None
-        depth = whole_depth(self.num_steps) if self._asked is None else self._asked
+        now = self._forward
+        now.forget()
+        depth = whole_depth(self.num_steps) if now.asked is None else now.asked
         slots = self._slots(calls, depth.num_steps)
         if slots is None:
             calls = tuple(call.with_cache(None) for call in calls)
-        h = self.core(anchor, depth, extra={"calls": calls, "slots": slots})
+        h = self.core(anchor, depth, extra={"calls": calls, "slots": slots}, watch=now.watch if now.records else None)
         if slots is not None:
             slots.close()
         return h

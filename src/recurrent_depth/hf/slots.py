@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ class Slot:
     _seat: Seat
     _hidden: str
     _tuple: bool
+    _known: frozenset[str]
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -50,6 +53,7 @@ class Slot:
                 "num_steps reached a layer of the core, where it means nothing: it was given to a part of the graft. "
                 "Call the graft itself, or the part within `with graft.recurrence.at_depth(num_steps):`."
             )
+        refuse_mistaken(keywords, self._known)
         x, call = noted(self.run_layer, self._hidden, arguments, keywords)
         seat = self._seat
         recurrence = seat.host.recurrence
@@ -104,14 +108,26 @@ def named_like(host: type) -> dict[str, Any]:
 
 
 def _mixed(mixin: type, layer: type[nn.Module]) -> type[nn.Module]:
-    hidden = next(iter(list(inspect.signature(layer.forward).parameters)[1:]), "hidden_states")
-    own = {"_original_class": layer, "_hidden": hidden, "_tuple": gives_tuple(layer)}
+    known = list(inspect.signature(layer.forward).parameters)[1:]
+    own = {"_original_class": layer, "_hidden": next(iter(known), "hidden_states"), "_tuple": gives_tuple(layer)}
+    own |= {"_known": frozenset(known)}
     return type(layer.__name__, (mixin, layer), named_like(layer) | own)
 
 
 def _revive(layer: type[nn.Module], make: Any) -> nn.Module:
     made = make(layer)
     return made.__new__(made)
+
+
+def refuse_mistaken(given: Iterable[str], known: Collection[str]) -> None:
+    """Refuses a keyword that is close to `num_steps`, which a host that takes any would pass over in silence.
+
+    Raises:
+        ValueError: names it, and what is meant.
+    """
+    for name in given:
+        if name not in known and get_close_matches(name, ["num_steps"], cutoff=0.7):
+            raise ValueError(f"{name} is no argument of this graft; is num_steps meant?")
 
 
 def noted(run: Any, hidden: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Tensor, HostCall]:
