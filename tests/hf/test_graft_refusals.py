@@ -183,7 +183,7 @@ def test_position_biases_that_no_layer_hands_on_are_no_matter():
     assert torch.equal(graft(model, range(1, 4), 2)(tokens).last_hidden_state, expected)
 
 
-def test_an_encoder_that_a_decoder_looks_at_loops():
+def test_either_part_of_an_encoder_decoder_loops_the_decoder_without_a_cache():
     sizes = {"d_model": 32, "encoder_layers": 5, "decoder_layers": 5, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": hosts.VOCAB}
     model, tokens = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval(), hosts.tokens()
@@ -194,6 +194,11 @@ def test_an_encoder_that_a_decoder_looks_at_loops():
     assert torch.equal(model(tokens, decoder_input_ids=tokens).logits, expected)
     hosts.randomise(model.recurrence)
     assert not torch.allclose(model(tokens, decoder_input_ids=tokens).logits, expected, atol=1e-3)
+    ungraft(model)
+    graft(model, range(1, 4), 2, layers="model.decoder.layers")
+    with pytest.raises(ValueError, match="EncoderDecoderCache"):
+        model(tokens, decoder_input_ids=tokens)
+    assert torch.equal(model(tokens, decoder_input_ids=tokens, use_cache=False).logits, expected)
 
 
 def test_data_parallel_replicas_are_refused():
