@@ -16,6 +16,7 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "albert": {"builder": "albert", "layout": [0, 1, 3, 0], "builder_arguments": {"inner_dim": 8}},
     "dense": {"builder": "dense", "layout": [0, 3, 1, 0]},
     "grt": {},
+    "grt-damped": {"update": {"name": "damped", "share": 0.25}},
     "grt-llama": {"form": {"name": "LlamaForm", "num_kv_heads": 1, "tied": False}},
     "grt-post-norm": {"form": {"name": "GPT2Form", "bias": True, "arrangement": "PostNorm"}},
     "grt-halted": {"update": {"name": "halted", "inner": {"name": "gated", "bias": 1.0}, "mix": "blend_states"}},

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from inspect import isclass, isfunction, signature
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import recurrent_depth as rd
 from recurrent_depth.hf import RecurrentDepthConfig, RecurrentDepthForCausalLM, RecurrentDepthModel
-from recurrent_depth.hf.parts import BUILDERS
+from recurrent_depth.hf.parts import BUILDERS, PARTS
 from recurrent_depth.hf.versions import CACHE
 
 every_builder = pytest.mark.parametrize("name", DESCRIPTIONS)
@@ -25,6 +26,26 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 def test_every_builder_is_among_those_that_are_tested():
     assert {config_of(name).builder for name in DESCRIPTIONS} == set(BUILDERS)
+
+
+def test_every_update_of_the_library_has_a_name():
+    found = {name for name in rd.__all__ if makes_an_update(getattr(rd, name))}
+    assert found == {"damped", "gated", "halted", "plain", "step_encoded"}
+    assert found <= set(PARTS)
+
+
+def makes_an_update(value: object) -> bool:
+    made = signature(value).return_annotation if isfunction(value) else None
+    return isclass(made) and issubclass(made, rd.DepthUpdate)
+
+
+@pytest.mark.parametrize("builder", [{}, {"builder": "rrt", "builder_arguments": {"rank": 2}}, {"builder": "mor"}])
+def test_a_damped_loop_is_named_in_a_configuration(builder, tmp_path):
+    model, tokens = made(**builder, update={"name": "damped", "share": 0.25}), some_tokens()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {part.share for part in loaded.modules() if isinstance(part, rd.DampedUpdate)} == {0.25}
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
 
 
 @every_builder

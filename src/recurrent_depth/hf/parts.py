@@ -119,6 +119,7 @@ PARTS: dict[str, Callable[..., Any]] = {
     "BranchSandwich": rd.BranchSandwich,
     "ResidualSandwich": rd.ResidualSandwich,
     # updates, and how halted states are mixed
+    "damped": rd.damped,
     "gated": rd.gated,
     "plain": rd.plain,
     "halted": rd.halted,
