@@ -39,7 +39,7 @@ class DepthCache:
 
     def __init__(self, policy: KVStepPolicy | None = None, *, max_tokens: int | None = None):
         self.policy = KeepAll() if policy is None else policy
-        require_instance("policy", self.policy, KVStepPolicy)
+        require_instance("policy", self.policy, KVStepPolicy, "rd.KeepMean()")
         self.max_tokens = None if max_tokens is None else require_whole("max_tokens", max_tokens, at_least=1)
         self.reset()
 

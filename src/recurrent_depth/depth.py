@@ -21,11 +21,11 @@ def require_whole(name: str, value: object, at_least: int | None = None) -> int:
     raise ValueError(f"{name} is {value!r}, but must be a whole number{bound}.")
 
 
-def require_instance(name: str, value: object, kind: type) -> None:
+def require_instance(name: str, value: object, kind: type, example: str = "") -> None:
     """Raises a ValueError for anything that is no instance of a class; says so where the class itself was given."""
     if isinstance(value, kind):
         return
-    said, hint = repr(value), ""
+    said, hint = repr(value), f", such as {example}" if example else ""
     if isinstance(value, type):
         said, hint = f"the class {value.__name__}", f": give an instance, such as {value.__name__}(...)"
     elif len(said) > 60 or "\n" in said:

@@ -169,7 +169,10 @@ def check_kind(layer: Any) -> None:
     """Raises a ValueError where a layer is of no kind that can be written again."""
     if type(layer) not in KINDS:
         known = ", ".join(kind.__name__ for kind in KINDS)
-        raise ValueError(f"The cache has a {type(layer).__name__} for a block of the loop, which goes with {known}.")
+        raise ValueError(
+            f"The cache has a {type(layer).__name__} for a block of the loop, which goes with {known}. Without a cache "
+            "(use_cache=False) the model is exact whatever its layers are."
+        )
 
 
 def _state(layer: Any) -> dict[str, Any]:

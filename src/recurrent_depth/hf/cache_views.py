@@ -69,5 +69,5 @@ def _refuse(rows: dict[str, Any]) -> None:
     if any(value is not None for value in rows.values()):
         raise ValueError(
             "In a transformers cache all rows take the same steps, and all tokens each step: a depth for each row, or "
-            "an update that picks tokens, goes with rd.DepthCache alone."
+            "an update that picks tokens, goes without a cache (use_cache=False) or with rd.DepthCache."
         )

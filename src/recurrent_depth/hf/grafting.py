@@ -15,6 +15,7 @@ from recurrent_depth.hf.description import describe_factory, describe_part
 from recurrent_depth.hf.host_calls import HostStack
 from recurrent_depth.hf.host_class import host_class, mark_started, with_steps
 from recurrent_depth.hf.host_first import HostFirst
+from recurrent_depth.hf.host_inputs import require_model
 from recurrent_depth.hf.host_layers import check_core, find_layers, state_width
 from recurrent_depth.hf.layer_form import check_answerable
 from recurrent_depth.hf.read_from_gguf import unmark_gguf
@@ -72,7 +73,7 @@ def graft(
     model = nn.ModuleList(model) if isinstance(model, list | tuple) else model
     found = host_layers(model, layers)
     first, end = check_core(core, drop, len(found))
-    require_instance("kv", kv := kv or KeepAll(), KVStepPolicy)
+    require_instance("kv", kv := kv or KeepAll(), KVStepPolicy, "rd.KeepMean()")
     require_whole("num_steps", num_steps, at_least=1)
     width = state_width(model, found[first], dim)
     update = half_open(update)
@@ -172,7 +173,7 @@ def host_layers(model: object, layers: nn.ModuleList | str | None) -> nn.ModuleL
             `num_steps` already, has adapters or is wrapped, its layers are not found, or they hand something on beside
             the hidden state.
     """
-    require_instance("model", model, nn.Module)
+    require_model(model)
     assert isinstance(model, nn.Module)
     if any(isinstance(part, Recurrence) or hasattr(type(part), "_original_class") for part in model.modules()):
         raise ValueError(

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.depth import Depth, as_depth
+from recurrent_depth.depth import Depth, as_depth, require_whole
 from recurrent_depth.hf.cache import StepSlots
 from recurrent_depth.hf.host_calls import HostCall
 from recurrent_depth.hf.own_layers import OwnLayers
@@ -177,6 +177,8 @@ def whole_depth(num_steps: object) -> Depth:
     Raises:
         ValueError: if it is none.
     """
+    if not isinstance(num_steps, Depth | list | tuple | range):
+        return Depth(require_whole("num_steps", num_steps, at_least=1))
     depth = as_depth(num_steps)
     if depth.rows is not None:
         raise ValueError(
