@@ -24,7 +24,8 @@ def from_checkpoint(path: str | Path) -> RecurrentDepthForCausalLM:
     """
     found = find_checkpoint(path)
     config, tokenizer = config_of(found.config.get("model")), tokenizer_of(found)
-    config.eos_token_id = None if tokenizer is None else tokenizer.eos_token_id
+    end: Any = None if tokenizer is None else tokenizer.eos_token_id
+    config.eos_token_id = end
     config.training = {"step": found.step, "config": found.config}
     model = RecurrentDepthForCausalLM(config)
     load_checkpoint(found.path, model=model.native)
