@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 import recurrent_depth as rd
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the harness's own and its dependencies'
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the harness's own and its dependencies'
 
 
 @pytest.mark.parametrize("num_steps", [4, rd.Depth(4, grad_steps=1)])

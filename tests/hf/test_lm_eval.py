@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from recurrent_depth.hf import RecurrentDepthConfig, RecurrentDepthForCausalLM, load_graft
-from recurrent_depth.hf.lm_eval import with_model
 
-# The harness's own and its dependencies' warnings are no errors of ours.
-pytestmark = pytest.mark.filterwarnings("ignore")
+# The harness is no requirement of the quick tests, and its own and its dependencies' warnings are no errors of ours.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 WORDS = [f"w{index}" for index in range(3, hosts.VOCAB)]
 TASK = """
@@ -193,25 +192,6 @@ def test_the_command_evaluates_a_folder(folders, task, tmp_path, name):
     assert results["config"]["model_args"]["num_steps"] == 2
     assert results["config"]["num_steps"] == 2
     assert results["results"]["local_choice"]["sample_len"] == len(DOCUMENTS)
-
-
-@pytest.mark.parametrize(
-    "given, taken",
-    [
-        ("--tasks a", "run --model recurrent-depth --tasks a"),
-        ("run --tasks a", "run --model recurrent-depth --tasks a"),
-        ("--model hf --tasks a", "run --model hf --tasks a"),
-        ("run --model=hf --tasks a", "run --model=hf --tasks a"),
-        ("--config a.yaml", "run --config a.yaml"),
-        ("--model_args pretrained=a", "run --model recurrent-depth --model_args pretrained=a"),
-        ("ls tasks", "ls tasks"),
-        ("validate --tasks a", "validate --tasks a"),
-        ("--help", "--help"),
-        ("", ""),
-    ],
-)
-def test_the_command_adds_the_model_alone(given, taken):
-    assert with_model(given.split()) == taken.split()
 
 
 @pytest.mark.parametrize("num_steps", [0, -1, True])
