@@ -3,7 +3,7 @@
 import hosts
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import recurrent_depth as rd
 from recurrent_depth.hf.versions import CACHE
@@ -106,6 +106,16 @@ def test_the_depth_of_a_call_ends_with_it():
         assert torch.equal(model(tokens).logits, shallow)
     model.recurrence.num_steps = 1
     assert torch.equal(model(tokens).logits, shallow)
+
+
+def test_a_generation_config_may_say_the_depth_and_a_call_another():
+    model = hosts.grafted("llama")
+    by_depth = {num_steps: decode(model, num_steps=num_steps) for num_steps in (1, 2)}
+    assert not torch.equal(by_depth[1].logits[0], by_depth[2].logits[0])
+    model.generation_config.num_steps = 1
+    assert_same(decode(model), by_depth[1])
+    assert_same(decode(model, num_steps=2), by_depth[2])
+    assert_same(decode(model, generation_config=GenerationConfig(num_steps=2)), by_depth[2])
 
 
 def test_a_deeper_call_reads_a_shallower_past():

@@ -41,6 +41,10 @@ def test_generate_takes_a_depth(num_steps):
     assert torch.equal(written(model, tokens, num_steps=num_steps), expected)
     assert not torch.equal(expected, written(model, tokens))
     assert torch.equal(written(model, tokens, num_steps=num_steps, use_cache=False), expected)
+    model.generation_config.num_steps = num_steps
+    assert torch.equal(written(model, tokens), expected)
+    deep = rd.generate(model.native, tokens, max_new_tokens=6)
+    assert torch.equal(written(model, tokens, num_steps=3), deep)
 
 
 def test_each_row_may_have_a_depth_without_a_cache():

@@ -7,9 +7,10 @@ from itertools import chain, islice
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from recurrent_depth.depth import Depth
+from recurrent_depth.hf.generation_depth import told_depth
 from recurrent_depth.hf.saving import with_recurrence
 from recurrent_depth.hf.slots import named_like, refuse_mistaken
 
@@ -49,6 +50,8 @@ def host_class(model: type[nn.Module]) -> Any:
     if issubclass(model, PreTrainedModel):
         own["save_pretrained"] = with_recurrence(model.save_pretrained)
         own["_init_weights"] = _beside_the_loop(model._init_weights)
+    if issubclass(model, GenerationMixin):
+        own["_prepare_generation_config"] = told_depth(model._prepare_generation_config)
     return type(model.__name__, (Host, model), own)
 
 

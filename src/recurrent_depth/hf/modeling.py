@@ -16,6 +16,7 @@ from recurrent_depth.hf.attention import host_attention
 from recurrent_depth.hf.cache import StepSlots
 from recurrent_depth.hf.cache_views import model_views
 from recurrent_depth.hf.configuration import RecurrentDepthConfig
+from recurrent_depth.hf.generation_depth import told_depth
 from recurrent_depth.hf.inputs import complete_mask, kept_tokens, require_together, require_tokens, where
 from recurrent_depth.hf.outputs import RecurrentDepthCausalLMOutput, RecurrentDepthOutput
 from recurrent_depth.hf.parts import policy_of
@@ -203,6 +204,8 @@ class RecurrentDepthForCausalLM(RecurrentDepthPreTrainedModel, GenerationMixin):
         # Auxiliary losses are means over tokens: each batch counts by its share of the targets, as the first term does.
         share = 1.0 if num_items is None else (labels[:, 1:] != IGNORED).sum() / num_items
         return torch.stack([loss, *(share * auxiliary for auxiliary in losses.values())]).sum()
+
+    _prepare_generation_config = told_depth(GenerationMixin._prepare_generation_config)
 
     def create_masks_for_generate(
         self, *, inputs_embeds: Tensor, attention_mask: Tensor | None, **named: Any
