@@ -173,18 +173,22 @@ def test_the_depth_stands_in_the_results(harness, folders, task, name):
     assert found["results"]["local_choice"]["acc,none"] == pytest.approx(float(right.float().mean()))
 
 
+def command(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """The launcher, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "recurrent_depth.hf.lm_eval", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(cache)},
+    )
+
+
 @pytest.mark.usefixtures("harness")
 @each_model
 def test_the_command_evaluates_a_folder(folders, task, tmp_path, name):
-    command = f"--model_args pretrained={folders[name]},num_steps=2,dtype=float32 --tasks local_choice --device cpu"
+    said = f"--model_args pretrained={folders[name]},num_steps=2,dtype=float32 --tasks local_choice --device cpu"
     places = ["--include_path", str(task), "--output_path", str(tmp_path)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    ran = subprocess.run(
-        [sys.executable, "-m", "recurrent_depth.hf.lm_eval", *command.split(), *places],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    ran = command(*said.split(), *places, cache=tmp_path / "cache")
     assert ran.returncode == 0, ran.stderr
     assert "local_choice" in ran.stdout
     results = json.loads(next(tmp_path.rglob("results_*.json")).read_text())
@@ -204,3 +208,40 @@ def test_a_model_without_a_loop_is_refused(harness, folders, tmp_path):
     hosts.host("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="neither a graft nor a model of this library"):
         open_model(harness, tmp_path, tokenizer=str(folders["native"]))
+
+
+@pytest.mark.usefixtures("harness")
+def test_the_commands_of_host_and_graft_can_be_compared(folders, task, tmp_path):
+    found = {}
+    for model, more in (("hf", ""), ("recurrent-depth", ",num_steps=1")):
+        said = f"--model {model} --model_args pretrained={folders['graft']},dtype=float32{more} --tasks local_choice"
+        out = tmp_path / model
+        ran = command(*said.split(), "--include_path", str(task), "--output_path", str(out), cache=tmp_path / "cache")
+        assert ran.returncode == 0, ran.stderr
+        found[model] = json.loads(next(out.rglob("results_*.json")).read_text())["results"]["local_choice"]
+    assert found["hf"] == found["recurrent-depth"]
+
+
+@pytest.mark.usefixtures("harness")
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("pretrained=nowhere", "error: pretrained is 'nowhere', but there is no such folder"),
+        ("pretrained={graft},num_step=3", "error: num_step is no argument of the model; num_steps is."),
+        ("pretrained={graft},num_steps=0", "error: num_steps is 0, but must be a whole number of at least 1."),
+        ("pretrained={graft},nonsense=1", "error: The model's arguments cannot be right: "),
+    ],
+)
+def test_a_wrong_value_is_said_in_a_line(folders, task, tmp_path, given, said):
+    arguments = ["--model_args", given.format(**folders), "--tasks", "local_choice", "--include_path", str(task)]
+    ran = command(*arguments, cache=tmp_path)
+    assert ran.returncode == 1
+    assert "Traceback" not in ran.stderr
+    assert said in ran.stderr.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("harness")
+def test_the_commands_help_says_what_is_ours(tmp_path):
+    said = command("--help", cache=tmp_path).stdout
+    assert "num_steps" in said
+    assert "usage: lm-eval" in said
