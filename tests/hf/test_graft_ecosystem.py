@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
 
 import recurrent_depth as rd
-from recurrent_depth.hf import SampleDepth, graft
+from recurrent_depth.hf import SampleDepth, graft, load_graft
 
 # transformers 5.24 renamed it.
 NAMES = [field.name for field in dataclasses.fields(TrainingArguments)]
@@ -25,7 +25,15 @@ CHECKPOINTING = next(name for name in ("activation_checkpointing", "gradient_che
 ROWS = [{"input_ids": row, "labels": row} for row in hosts.tokens(rows=16)]
 
 
-def trainer(model: nn.Module, folder: Path, *, steps: int = 6, sampler: rd.DepthSampler | None = None, **settings: Any):
+def trainer(
+    model: nn.Module,
+    folder: Path,
+    *,
+    steps: int = 6,
+    sampler: rd.DepthSampler | None = None,
+    compute_metrics: Any = None,
+    **settings: Any,
+):
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -37,7 +45,14 @@ def trainer(model: nn.Module, folder: Path, *, steps: int = 6, sampler: rd.Depth
         **{"per_device_train_batch_size": 2, "save_strategy": "no", "seed": 3} | settings,
     )
     callbacks = [] if sampler is None else [SampleDepth(sampler)]
-    return Trainer(model, arguments, train_dataset=ROWS, callbacks=callbacks)
+    return Trainer(
+        model,
+        arguments,
+        train_dataset=ROWS,
+        eval_dataset=ROWS[:2],
+        callbacks=callbacks,
+        compute_metrics=compute_metrics,
+    )
 
 
 def losses(run: Trainer) -> list[float]:
@@ -101,6 +116,19 @@ def test_trainer_trains_in_bfloat16(tmp_path, checkpointing):
     assert all(map(torch.isfinite, torch.tensor(found)))
     assert found[-1] < found[0]
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+def test_trainer_brings_the_best_checkpoint_back(tmp_path):
+    model, best, last = hosts.grafted("llama"), tmp_path / "checkpoint-2", tmp_path / "checkpoint-6"
+    saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    choice = {"load_best_model_at_end": True, "metric_for_best_model": "step", "greater_is_better": False}
+    run = trainer(model, tmp_path, compute_metrics=lambda _: {"step": run.state.global_step}, **saved, **choice)
+    run.train()
+    assert run.state.best_model_checkpoint == str(best)
+    loaded, other = load_graft(best), load_graft(last)
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
+    moved = [name for name, weight in other.named_parameters() if not torch.equal(weight, loaded.state_dict()[name])]
+    assert {name.startswith("recurrence.") for name in moved} == {True, False}
 
 
 def test_trainer_evaluates_at_the_depth_of_the_model(tmp_path):

@@ -36,6 +36,7 @@ def skipping(model):
 
 
 HOST_ALONE = {
+    "replacing": lambda model: graft(model, range(1, 3), 2, update=rd.plain),
     "gated": lambda model: graft(model, range(1, 3), 2),
     "damped": damped,
     "blended": blended,
@@ -179,12 +180,14 @@ def test_saved_again_it_is_the_same_folder(make, tmp_path):
 
 
 @pytest.mark.parametrize("make", HOST_ALONE.values(), ids=HOST_ALONE)
-def test_where_one_step_is_the_host_plain_loading_gives_the_host(make, tmp_path):
-    model = trained(make)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "gemma2"])
+def test_where_one_step_is_the_host_plain_loading_gives_the_host(make, name, tmp_path):
+    model = trained(make, name)
     model.save_pretrained(tmp_path)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(plain) is transformers.LlamaForCausalLM
+    assert type(plain) is type(host(name))
     assert torch.equal(plain(tokens()).logits, model(tokens(), num_steps=1).logits)
+    assert not torch.allclose(plain(tokens()).logits, model(tokens()).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("make", SEALED.values(), ids=SEALED)
