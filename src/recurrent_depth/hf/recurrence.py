@@ -34,10 +34,11 @@ class Forward(threading.local):
     A copy, by `copy` or `pickle`, starts with nothing: tensors in the middle of a forward can have no copies.
     """
 
-    asked: Depth | None = None
-    noted: tuple[HostCall, ...] = ()
-    anchor: Tensor | None = None
-    records: tuple[list[DepthState], ...] = ()
+    def __init__(self):  # runs once in each thread; a compiler's guards need attributes that are there from the start
+        self.asked: Depth | None = None
+        self.noted: tuple[HostCall, ...] = ()
+        self.anchor: Tensor | None = None
+        self.records: tuple[list[DepthState], ...] = ()
 
     def __reduce__(self) -> Any:
         return Forward, ()
