@@ -95,15 +95,27 @@ class Recurrence(nn.Module):
         """Forwards inside take so many steps, those of this thread; None leaves it as it is.
 
         Raises:
-            ValueError: if it is no depth, or one for each row.
+            ValueError: if it is no depth, or one for each row; or, at the end, if the host called some layers of the
+                core and not the last one, which runs the loop.
         """
         now = self._forward
         before, now.asked = now.asked, now.asked if num_steps is None else whole_depth(num_steps)
+        now.forget()
         try:
             yield
+            self._check_looped()
         finally:
             now.asked = before
             now.forget()
+
+    def _check_looped(self) -> None:
+        if self._forward.noted:
+            first, num_core, _ = self.place
+            raise ValueError(
+                f"The host did not call layer {first + num_core - 1}, the last one of the core, so that the loop did "
+                f"not run: it stopped behind layer {first + len(self._forward.noted) - 1}. Was its list of layers cut, "
+                "or its num_hidden_layers changed? Do that before grafting."
+            )
 
     @contextmanager
     def recording(self) -> Iterator[list[DepthState]]:
