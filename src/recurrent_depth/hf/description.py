@@ -37,14 +37,38 @@ def factory_of(argument: str, described: dict[str, Any]) -> Callable[..., Any]:
         described: what `describe_factory` or `describe_part` said.
 
     Raises:
-        ValueError: if it is not of this library, or not of this version of it.
+        ValueError: if it is not of this library, or not of this version of it, or does not take these arguments.
     """
     given = {
         name: factory_of(argument, value) if isinstance(value, dict) and "arguments" in value else value
         for name, value in described["arguments"].items()
     }
     made = _named(argument, described["name"])
+    try:
+        inspect.signature(made).bind_partial(**given)
+    except TypeError as error:
+        raise ValueError(f"The graft was made with {argument}={written(described)}: {error}.") from None
     return functools.partial(made, **given) if given else made
+
+
+def written(described: dict[str, Any]) -> str:
+    """A description as a call of Python, for messages: `gated(bias=0.0)`."""
+    given = (f"{name}={_written(value)}" for name, value in described["arguments"].items())
+    return f"{described['name']}({', '.join(given)})"
+
+
+def _written(value: Any) -> str:
+    return written(value) if is_described(value) else repr(value)
+
+
+def is_described(value: Any) -> bool:
+    """Whether a value has the form of `describe_factory`, so that `factory_of` can read it."""
+    if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
+        return False
+    name, given = value["name"], value["arguments"]
+    if not isinstance(name, str) or not isinstance(given, dict):
+        return False
+    return all(is_described(inner) for inner in given.values() if isinstance(inner, dict))
 
 
 def _named(argument: str, name: str) -> Any:
@@ -57,7 +81,7 @@ def _named(argument: str, name: str) -> Any:
         made = getattr(importlib.import_module(module), inside)
     except (ImportError, AttributeError):
         made = None
-    if made is None or name_of(made) != name:
+    if not callable(made) or name_of(made) != name:
         raise ValueError(f"The graft was made with {argument}={name}, which this version has not: give {argument}.")
     return made
 

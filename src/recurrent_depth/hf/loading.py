@@ -1,6 +1,5 @@
 """Grafts from folders: `load_graft`."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +8,29 @@ import transformers
 from torch import Tensor, nn
 
 from recurrent_depth.builders import UpdateFactory
-from recurrent_depth.hf.description import factory_of
+from recurrent_depth.depth import Depth
 from recurrent_depth.hf.grafting import graft
-from recurrent_depth.hf.host_layers import find_layers
+from recurrent_depth.hf.host_layers import check_core, find_layers
 from recurrent_depth.hf.recursive import tie
-from recurrent_depth.hf.saving import CONFIG, unsealed
+from recurrent_depth.hf.saved_parts import checked_depth, saved_policy, saved_update
+from recurrent_depth.hf.saved_settings import CONFIG, Check, read_configuration, require
+from recurrent_depth.hf.saving import unsealed
+from recurrent_depth.hf.slots import refuse_mistaken
 from recurrent_depth.hf.tied_layers import TiedStack
 from recurrent_depth.hf.weight_files import read_tensors
 from recurrent_depth.kv_policy import KVStepPolicy
 
 OURS = "recurrence."
+CLASS = Check(
+    lambda value: isinstance(value, list) and len(value) == 1 and isinstance(value[0], str),
+    'the name of one class, such as ["LlamaForCausalLM"]; or give model_class, the class of the host',
+)
 
 
 def load_graft(
     folder: str | Path,
     *,
+    num_steps: int | Depth | None = None,
     update: UpdateFactory | None = None,
     kv: KVStepPolicy | None = None,
     model_class: type[nn.Module] | None = None,
@@ -36,24 +43,33 @@ def load_graft(
 
     Args:
         folder: a local one.
-        update: the function that made the update, where it is not one of this library.
+        num_steps: the depth of a forward that is told none, where it shall not be the saved one.
+        update: the function that made the update, where it is not one of this library. One of this library is
+            restored by itself, and what is given must be that one: another would read the same weights as something
+            else.
         kv: a policy for the cache, where it is not one of this library.
         model_class: the host's class, where transformers does not have it under the name that it was saved by.
-        arguments: for the host's `from_pretrained`, such as `dtype` and `device_map`.
+        arguments: for the host's `from_pretrained`, such as `dtype`, `device_map` and `variant`.
 
     Raises:
-        ValueError: if the folder holds no graft, or weights are missing, or the graft was made with functions that are
-            not of this library and were not given.
+        ValueError: if the folder holds no graft, or its files are damaged or edited to what they cannot hold, or
+            weights are missing, or the graft was made with functions that are not of this library and were not given,
+            or with another `update` than is given, or `num_steps` is no depth of it.
     """
     path = Path(folder)
-    said = _configuration(path)
+    refuse_mistaken(arguments, ())
+    said = read_configuration(path)
     settings = said["recurrence"]
-    cls: Any = model_class or _host_class(said)
+    depth = checked_depth(settings, num_steps)
+    weights = read_tensors(path, lambda name: name.startswith(OURS), arguments.get("variant"))
+    update, kv = saved_update(settings, update), saved_policy(settings, kv)
+    cls: Any = model_class or _host_class(path / CONFIG, said)
     config = cls.config_class.from_dict(unsealed(said))
     model = _host(cls, path, config, settings, arguments)
     with torch.random.fork_rng(devices=[]):  # weights are drawn, and replaced by those of the folder
         _plant(model, settings, update, kv)
-    _fill(model, read_tensors(path, lambda name: name.startswith(OURS)), keep_dtype=not _other_dtype(arguments))
+    _fill(path, model, weights, keep_dtype=not _other_dtype(arguments))
+    model.recurrence.num_steps = depth
     return model
 
 
@@ -63,20 +79,12 @@ def _other_dtype(arguments: dict[str, Any]) -> bool:
     return asked != "auto"
 
 
-def _configuration(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG).exists():
-        raise ValueError(f"{folder} is no folder of a saved model: there is no {CONFIG} in it.")
-    said = json.loads((folder / CONFIG).read_text())
-    if "recurrence" not in said:
-        raise ValueError(f"{folder} holds a model without a grafted loop: load it by from_pretrained.")
-    return said
-
-
-def _host_class(said: dict[str, Any]) -> Any:
-    (name,) = said["architectures"]
-    if not hasattr(transformers, name):
+def _host_class(path: Path, said: dict[str, Any]) -> Any:
+    (name,) = require(path, said.get("architectures"), CLASS, "architectures")
+    found = getattr(transformers, name, None)
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise ValueError(f"transformers has no {name}: give model_class, the class of the host.")
-    return getattr(transformers, name)
+    return found
 
 
 def _host(cls: Any, folder: Path, config: Any, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
@@ -84,7 +92,8 @@ def _host(cls: Any, folder: Path, config: Any, settings: dict[str, Any], argumen
     ignored = [*(cls._keys_to_ignore_on_load_unexpected or []), rf"^{OURS}"]
     quiet = type(cls.__name__, (cls,), {"__module__": cls.__module__, "_keys_to_ignore_on_load_unexpected": ignored})
     if "tied" in settings:
-        weights = _untied(read_tensors(folder, lambda name: not name.startswith(OURS)), settings)
+        found = read_tensors(folder, lambda name: not name.startswith(OURS), arguments.get("variant"))
+        weights = _untied(found, settings)
         model, info = quiet.from_pretrained(
             None, config=config, state_dict=weights, output_loading_info=True, **arguments
         )
@@ -107,22 +116,22 @@ def _untied(weights: dict[str, Tensor], settings: dict[str, Any]) -> dict[str, T
     return weights
 
 
-def _plant(model: Any, settings: dict[str, Any], update: UpdateFactory | None, kv: KVStepPolicy | None) -> None:
-    layers, (first, end) = find_layers(model, settings["layers"]), settings["core"]
+def _plant(model: Any, settings: dict[str, Any], update: Any, kv: KVStepPolicy | None) -> None:
+    layers = find_layers(model, settings["layers"])
+    first, end = check_core(range(*settings["core"]), (), len(layers))
     if "tied" in settings:
         max_steps = (end - first) // settings["tied"]
         how = {name: settings[name] for name in ("rank", "skip_first", "vectors")}
         stack = TiedStack(list(layers[first : first + settings["tied"]]), max_steps, **how)
         tie(model, layers, first, end, stack, how)
-        model.recurrence.num_steps = settings["num_steps"]
         model.config.recurrence |= {"num_steps": settings["num_steps"]}
         return
     graft(
         model,
         range(first, end),
         settings["num_steps"],
-        update=factory_of("update", settings["update"]) if update is None else update,
-        kv=factory_of("kv", settings["kv"])() if kv is None else kv,
+        update=update,
+        kv=kv,
         drop=settings["drop"],
         layers=layers,
         host_first=settings["host_first"],
@@ -130,12 +139,23 @@ def _plant(model: Any, settings: dict[str, Any], update: UpdateFactory | None, k
     )
 
 
-def _fill(model: Any, weights: dict[str, Tensor], *, keep_dtype: bool) -> None:
+def _fill(folder: Path, model: Any, weights: dict[str, Tensor], *, keep_dtype: bool) -> None:
     wanted = model.recurrence.state_dict()
     given = {name.removeprefix(OURS): weight for name, weight in weights.items()}
+    if wanted and not given:
+        raise ValueError(
+            f"All weights of the loop are missing in {folder}: the host's own class saved it, loaded by plain "
+            "from_pretrained, which leaves the loop out. Load the graft from the folder that it was saved to itself."
+        )
     if wanted.keys() != given.keys():
         lacking, more = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
-        raise ValueError(f"The folder's weights are not those of this loop: {lacking} are missing, {more} are unknown.")
+        raise ValueError(
+            f"The weights in {folder} are not those of this loop: {lacking} are missing, {more} are unknown."
+        )
+    for name, weight in given.items():
+        if weight.shape != wanted[name].shape:
+            sizes = f"{tuple(weight.shape)} in {folder}, but {tuple(wanted[name].shape)} in the loop of its {CONFIG}"
+            raise ValueError(f"{OURS}{name} is {sizes}.")
     placed = {name: weight.to(wanted[name].device) for name, weight in given.items()}
     if not keep_dtype:
         placed = {name: weight.to(wanted[name].dtype) for name, weight in placed.items()}

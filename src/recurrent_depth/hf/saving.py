@@ -9,9 +9,9 @@ from typing import Any
 
 from recurrent_depth.depth import as_depth
 from recurrent_depth.hf.host_layers import text_config
+from recurrent_depth.hf.saved_settings import CONFIG
 
 SEALED = "a recurrent model, which its host's class alone cannot load: use recurrent_depth.hf.load_graft"
-CONFIG = "config.json"
 
 
 def with_recurrence(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
