@@ -1,4 +1,4 @@
-"""Real pretrained models, from packages that carry them: SmolLM2-135M and MiniLM. `pytest -m slow --require-assets`."""
+"""Real pretrained models, from packages that carry them: SmolLM2-135M and MiniLM; CONTRIBUTING.md has the command."""
 
 import argparse
 import copy
