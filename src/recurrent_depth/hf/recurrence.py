@@ -113,8 +113,9 @@ class Recurrence(nn.Module):
             first, num_core, _ = self.place
             raise ValueError(
                 f"The host did not call layer {first + num_core - 1}, the last one of the core, so that the loop did "
-                f"not run: it stopped behind layer {first + len(self._forward.noted) - 1}. Was its list of layers cut, "
-                "or its num_hidden_layers changed? Do that before grafting."
+                f"not run: it stopped behind layer {first + len(self._forward.noted) - 1}. Either its list of layers "
+                "was cut or num_hidden_layers changed, which is to be done before grafting, or layers are left out at "
+                "random (layerdrop), which cannot loop."
             )
 
     @contextmanager
