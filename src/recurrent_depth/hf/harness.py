@@ -3,7 +3,6 @@
 # pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 # (It takes the launcher beside this file for the harness.)
 import inspect
-import json
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel
 from recurrent_depth.depth import as_depth, require_whole
 from recurrent_depth.hf.loading import load_graft
 from recurrent_depth.hf.sampled_depth import loops
+from recurrent_depth.hf.saved_settings import read_object
 from recurrent_depth.hf.saving import CONFIG, unsealed
 
 
@@ -60,7 +60,7 @@ class RecurrentLM(HFLM):
 
     def _get_config(self, pretrained: str, **arguments: Any) -> None:
         path = Path(pretrained) / CONFIG
-        said = json.loads(path.read_text()) if path.exists() else {}
+        said = read_object(path) if path.exists() else {}
         if "recurrence" in said:
             self._config = CONFIG_MAPPING[said["model_type"]].from_dict(unsealed(said))
             return

@@ -109,8 +109,8 @@ class Recurrence(nn.Module):
             now.forget()
 
     def _check_looped(self) -> None:
-        if self._forward.noted:
-            first, num_core, _ = self.place
+        first, num_core, _ = self.place
+        if 0 < len(self._forward.noted) < num_core:
             raise ValueError(
                 f"The host did not call layer {first + num_core - 1}, the last one of the core, so that the loop did "
                 f"not run: it stopped behind layer {first + len(self._forward.noted) - 1}. Either its list of layers "
