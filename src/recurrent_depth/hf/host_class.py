@@ -51,7 +51,7 @@ def host_class(model: type[nn.Module]) -> Any:
         own["save_pretrained"] = with_recurrence(model.save_pretrained)
         own["_init_weights"] = _beside_the_loop(model._init_weights)
     if issubclass(model, GenerationMixin):
-        own["_prepare_generation_config"] = told_depth(model._prepare_generation_config)
+        own["_prepare_generation_config"] = told_depth(model)
     return type(model.__name__, (Host, model), own)
 
 

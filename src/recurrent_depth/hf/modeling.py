@@ -205,7 +205,7 @@ class RecurrentDepthForCausalLM(RecurrentDepthPreTrainedModel, GenerationMixin):
         share = 1.0 if num_items is None else (labels[:, 1:] != IGNORED).sum() / num_items
         return torch.stack([loss, *(share * auxiliary for auxiliary in losses.values())]).sum()
 
-    _prepare_generation_config = told_depth(GenerationMixin._prepare_generation_config)
+    _prepare_generation_config = told_depth(GenerationMixin)
 
     def create_masks_for_generate(
         self, *, inputs_embeds: Tensor, attention_mask: Tensor | None, **named: Any
