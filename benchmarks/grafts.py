@@ -203,7 +203,7 @@ def main() -> None:
     """Measures, prints and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=50, help="interleaved pairs of graft and host")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds per row of further steps")
+    parser.add_argument("--rounds", type=int, default=41, help="rounds per row of further steps")
     parser.add_argument("--tokens", type=int, default=256, help="length of the prompt")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     arguments = parser.parse_args()
