@@ -102,6 +102,7 @@ OTHERS = {
     "ple": Method("embeddings per step", partial(rd.ple, NAIVE, size=16)),
 }
 ABLATIONS = {
+    "naive-full-depth": Method("naive loop, always full depth", partial(rd.naive, NAIVE), full_depth, rate_of="naive"),
     "grt-bias-2": grt(update=partial(rd.gated, bias=2.0), label="GRT, bias 2"),
     "grt-bias-4": grt(update=partial(rd.gated, bias=4.0), label="GRT, bias 4"),
     "grt-full-depth": grt(sampler=full_depth, label="GRT, always full depth"),
@@ -124,6 +125,8 @@ PAIRS = (
     ("grt", "dense-12"),
     ("naive", "dense-12"),
     ("naive", "three-blocks"),
+    ("naive-full-depth", "naive"),
+    ("grt", "naive-full-depth"),
     *(("grt", other) for other in ("huginn", "mor", "rrt", "ouro")),
     ("grt-isoparams", "dense-12"),
     ("grt-isoparams", "naive-isoparams"),
@@ -141,10 +144,11 @@ PAIRS = (
 
 
 def plan() -> tuple[Trials | Full, ...]:
-    """The first four with three seeds, then one seed of everything, then a second."""
-    first = [Trials(name) for name in FIRST] + [Full(name, seed) for seed in range(3) for name in FIRST]
+    """The first four with three seeds, beside them the naive loop without sampled depth; then one seed of everything."""
+    first = [Trials(name) for name in FIRST] + [Full(name, 0) for name in (*FIRST, "naive-full-depth")]
+    first += [Full(name, seed) for seed in (1, 2) for name in FIRST]
     others = [cell for name in OTHERS for cell in (Trials(name), Full(name, 0))]
-    varied = [Full(name, 0) for name in (*ABLATIONS, *SPLITS)]
+    varied = [Full(name, 0) for name in (*ABLATIONS, *SPLITS) if name != "naive-full-depth"]
     again = [Full(name, 1) for name in (*OTHERS, *ABLATIONS, *SPLITS)]
     return (*first, *others, *varied, *again)
 
