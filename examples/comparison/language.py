@@ -144,7 +144,7 @@ PAIRS = (
 
 
 def plan() -> tuple[Trials | Full, ...]:
-    """The first four with three seeds, beside them the naive loop without sampled depth; then one seed of everything."""
+    """The first four with three seeds, and the naive loop without sampled depth; then one seed of everything."""
     first = [Trials(name) for name in FIRST] + [Full(name, 0) for name in (*FIRST, "naive-full-depth")]
     first += [Full(name, seed) for seed in (1, 2) for name in FIRST]
     others = [cell for name in OTHERS for cell in (Trials(name), Full(name, 0))]
