@@ -8,6 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from program_text import TEXT
 
 # Two worker processes share two cores; more threads would make them wait for each other.
 torch.set_num_threads(1)
@@ -37,6 +38,14 @@ def installed(request: pytest.FixtureRequest) -> Callable[[str, str], Path]:
         pytest.skip(missing)
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file to train the examples on."""
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    path.write_text(TEXT)
+    return path
 
 
 @pytest.fixture(autouse=True)

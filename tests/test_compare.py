@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from processes import EXAMPLES, kill, start, wait_until
+from program_text import TEXT
 
 # isort: split
 import compare
@@ -26,7 +27,6 @@ from tiny_cells import COMPARISON
 
 from recurrent_depth import accounting
 
-TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(300))
 GRT = Run("grt", 1e-3, 0, 2)
 
 

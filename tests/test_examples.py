@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_train, start, train
+from program_text import TEXT
 
 # isort: split
 import sample as sampling
@@ -29,17 +30,9 @@ from tokens import Bytes
 
 import recurrent_depth as rd
 
-TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(300))
 MODEL = "--layout 0 1 3 1 --dim 16 --num-heads 2 --context-length 16 --gate-bias -1"
 RECIPE = "--lr 3e-3 --batch-size 2 --steps 6 --warmup 2 --save-every 3 --eval-every 3"
 TINY = [*MODEL.split(), *RECIPE.split()]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture(scope="module")

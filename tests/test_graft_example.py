@@ -9,6 +9,7 @@ import tokenizers
 import torch
 import transformers
 from processes import EXAMPLES, kill, start, wait_until
+from program_text import TEXT
 
 sys.path.insert(0, str(EXAMPLES))
 # isort: split
@@ -24,7 +25,6 @@ from journal import read_journal
 import recurrent_depth as rd
 from recurrent_depth.hf import load_graft
 
-TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(300))
 GRAFT = "--core 1 6 --lora-rank 1"
 RECIPE = "--steps 4 --lr 1e-2 --warmup 1 --save-every 2 --eval-every 2 --no-bf16"
 TINY = [*GRAFT.split(), *RECIPE.split(), "--window", "16", "--measured", "4"]
@@ -53,13 +53,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.LlamaConfig(**sizes, vocab_size=300, max_position_embeddings=64)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 from processes import kill, run_train, start, train, wait_until
 
-TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(400))
 NUM_KILLS = 20
 
 
 @pytest.fixture(scope="module")
-def command_line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def command_line(text: Path) -> list[str]:
     """A tiny GRT with noise and sampled depth, saved every third step, so that a kill often meets a save."""
-    text = tmp_path_factory.mktemp("text") / "text.py"
-    text.write_text(TEXT)
     model = "--model grt --layout 1 1 3 1 --dim 16 --num-heads 2 --context-length 16"
     recipe = "--batch-size 2 --accumulation 2 --steps 150 --warmup 10 --save-every 3 --eval-every 10"
     return [*model.split(), *recipe.split(), "--data", str(text)]

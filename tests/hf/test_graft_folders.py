@@ -25,13 +25,16 @@ def saved(folder, name: str = "gated", **how):
     return model
 
 
+def rewrite(folder, **changes):
+    """Changes of the configuration."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def edit(folder, **changes):
     """Changes of the settings; `...` takes one out."""
-    path = folder / "config.json"
-    said = json.loads(path.read_text())
-    changed = said["recurrence"] | changes
-    said["recurrence"] = {key: value for key, value in changed.items() if value is not ...}
-    path.write_text(json.dumps(said))
+    changed = json.loads((folder / "config.json").read_text())["recurrence"] | changes
+    rewrite(folder, recurrence={key: value for key, value in changed.items() if value is not ...})
 
 
 # Settings
@@ -104,8 +107,7 @@ def test_settings_that_do_not_fit_the_folder_are_refused(case, tmp_path):
 @pytest.mark.parametrize("settings", [{}, None, [], [1], "gated", 3])
 def test_settings_that_are_none_are_refused(settings, tmp_path):
     saved(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"recurrence": settings}))
+    rewrite(tmp_path, recurrence=settings)
     with pytest.raises(ValueError, match=r"config\.json: recurrence"):
         load_graft(tmp_path)
 
@@ -113,8 +115,7 @@ def test_settings_that_are_none_are_refused(settings, tmp_path):
 @pytest.mark.parametrize("architectures", [None, [], ["LlamaForCausalLM", "LlamaModel"], "LlamaForCausalLM", [1], {}])
 def test_architectures_that_are_not_one_are_refused_unless_the_class_is_given(architectures, tmp_path):
     saved(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": architectures}))
+    rewrite(tmp_path, architectures=architectures)
     with pytest.raises(ValueError, match=r"config\.json: architectures is .*model_class"):
         load_graft(tmp_path)
     if architectures is None:
@@ -124,8 +125,7 @@ def test_architectures_that_are_not_one_are_refused_unless_the_class_is_given(ar
 @pytest.mark.parametrize("name", ["LlamaConfig", "OursForCausalLM", "models", ""])
 def test_an_architecture_that_is_no_model_is_refused(name, tmp_path):
     saved(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [name]}))
+    rewrite(tmp_path, architectures=[name])
     with pytest.raises(ValueError, match=f"transformers has no {name}: give model_class"):
         load_graft(tmp_path)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_train
+from program_text import TEXT
 from transformers import AutoTokenizer, pipeline
 
 # isort: split
@@ -19,15 +20,7 @@ from recurrent_depth.training import load_checkpoint, parameter_groups, read_che
 
 MODEL = "--model grt --layout 0 1 3 1 --dim 16 --num-heads 2 --context-length 16 --gate-bias -1"
 RECIPE = "--lr 3e-3 --batch-size 2 --steps 6 --warmup 2 --save-every 3 --eval-every 3 --bpe 270 --gate-lr-scale 10"
-TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n\n" for i in range(300))
 SAID = "é\n\n  wörld \x00 日本 don't ."
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.py"
-    path.write_text(TEXT)
-    return path
 
 
 @pytest.fixture(scope="module")
