@@ -1,7 +1,6 @@
 """Relaxed tying: its limits are the naive loop and the dense model, and in between it is as near as its rank allows."""
 
 import copy
-import os
 import sys
 import warnings
 from functools import partial
@@ -269,14 +268,17 @@ def test_checkpointed_steps_recompute_with_their_corrections(checkpointing):
         assert_close(found[1][name], gradient, **close)
 
 
-def distributed(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+def gradient_of_two(rank: int) -> torch.Tensor:
     model = nn.parallel.DistributedDataParallel(rd.WithObjective(lively(rrt(skip_first=True))))
     for num_steps in (1, 3, 1, 2):
         model(X[rank : rank + 1], num_steps).backward()
-    grad = corrections(model.module.model)["blocks.0.mlp.up"].A.grad
+    return corrections(model.module.model)["blocks.0.mlp.up"].A.grad
+
+
+def distributed(rank: int, meeting: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    grad = gradient_of_two(rank)  # the wrapper is gone with the call: one that outlives its group can hang at exit
     both = [torch.zeros_like(grad) for _ in range(2)]
     torch.distributed.all_gather(both, grad)
     assert torch.equal(*both)
@@ -285,9 +287,8 @@ def distributed(rank: int, port: int) -> None:
 
 
 def test_data_parallel_training_takes_shallow_depths_without_a_flag(tmp_path):
-    port = 29500 + os.getpid() % 1000
     outs = [tmp_path / f"{rank}.txt" for rank in range(2)]
-    running = [start_process(distributed, rank, port, out=out) for rank, out in enumerate(outs)]
+    running = [start_process(distributed, rank, str(tmp_path / "meeting"), out=out) for rank, out in enumerate(outs)]
     for process, out in zip(running, outs, strict=True):
         process.join(120)
         assert process.exitcode == 0, out.read_text()
