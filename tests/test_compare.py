@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from comparison import running, statistics, tables
 from comparison.collecting import Row, Table, collect
 from comparison.language import COMPARISON as LANGUAGE
 from comparison.panel import panel
-from comparison.parts import Run
-from comparison.planning import best_rate, known_runs
+from comparison.parts import Full, Run
+from comparison.planning import best_rate, find_run, known_runs, missing_runs, trials
 from comparison.puzzles import IGNORED, Automaton, PointerChasing
 from comparison.running import DivergedError, Running
 from comparison.verifying import verify
@@ -158,6 +159,23 @@ def diverges(self, factor):
     raise DivergedError("loss nan at step 1")
 
 
+def test_a_run_that_goes_on_further_down_the_plan_waits_for_its_turn(finished, out):
+    comparison, folder = finished
+    plan = (Full("every", 0, 1), Full("dense", 0, 1), Full("dense", 0), Full("every", 0))
+    names = [f"{name}-lr{best_rate(comparison, folder, name):g}-seed0" for name in ("every", "dense")]
+    for run in [run for name in ("dense", "grt") for run in trials(comparison, name)]:
+        shutil.copytree(folder / run.name, out / run.name)
+    (out / names[1] / "result-10.json").unlink()
+    comparison = comparison._replace(plan=plan)
+    assert [(run.name, run.num_budgets) for run in missing_runs(comparison, out)] == [(names[0], 1), (names[1], 2)]
+    shutil.copytree(folder / names[0], out / names[0])
+    (out / names[0] / "result-10.json").unlink()
+    assert [(run.name, run.num_budgets) for run in missing_runs(comparison, out)] == [(names[1], 2), (names[0], 2)]
+    assert find_run(comparison, out, names[0]).num_budgets == 2
+    row = collect(comparison, out).rows["every"]
+    assert (row.num_seeds, [len(group) for group in row.budgets]) == (1, [1, 0])
+
+
 # Counting
 
 
@@ -250,12 +268,25 @@ def test_the_best_rate_is_marked_and_said_to_lie_at_an_edge(tiny, losses, shown)
     assert shown in tables.trials_table(comparison, Table({"grt": row}, [], []))
 
 
+def test_headroom_is_counted_in_spreads_and_shares_of_it(tiny):
+    comparison, _ = tiny
+    losses = {"dense": [1.0, 1.2], "blocks": [2.0, 2.2], "grt": [1.4, 1.2]}
+    groups = {name: [result([value]) for value in values] for name, values in losses.items()}
+    rows = {name: Row(name, name, 2, 1e-3, [[], group], {}) for name, group in groups.items()}
+    table = Table(rows, [None, statistics.pooled_spread(list(groups.values()))], [None, 0.1])
+    spread = np.std([1.0, 1.2], ddof=1)
+    assert f"| headroom over spread | open | {1 / spread:.1f} × |" in tables.headroom_table(comparison, table)
+    assert tables.baseline_table(comparison, table).splitlines()[-1].endswith("| open | 80% |")
+
+
 def test_the_tables_of_finished_cells_have_nothing_open(finished, tmp_path):
     comparison, folder = finished
     text = comparison.publish(comparison, folder, tmp_path)
     assert ", 0.0 core-hours left" in progress(comparison, folder, 1)
     assert "open" not in text
     assert "2 of 2 seeds" in text
+    for title in ("Headroom", "Less dense", "Differences", "Depth gain", "By exit", "Learning rates"):
+        assert f"## {title}" in text
     assert json.loads((tmp_path / "results.json").read_text())["methods"]["grt"]["rate"] in (1e-3, 2e-3)
 
 

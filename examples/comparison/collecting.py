@@ -75,7 +75,7 @@ def collect(comparison: Comparison, out: Path) -> Table:
 
 def _row(comparison: Comparison, out: Path, name: str) -> Row:
     rate = best_rate(comparison, out, name)
-    seeds = [cell.seed for cell in comparison.plan if isinstance(cell, Full) and cell.method == name]
+    seeds = dict.fromkeys(cell.seed for cell in comparison.plan if isinstance(cell, Full) and cell.method == name)
     budgets = [
         [] if rate is None else _finished(out, [Run(name, rate, seed, number + 1) for seed in seeds], budget)
         for number, budget in enumerate(comparison.protocol.budgets)

@@ -23,7 +23,7 @@ def draw(comparison: Comparison, table: Table, folder: Path) -> None:
         "training-flops": _against_flops,
         "parameters": _against_parameters,
         "exits": _by_exit,
-        "ablations": lambda axes, rows: _bars(axes, _with_seeds(rows), comparison, table),
+        "ablations": lambda axes, rows: _bars(axes, rows, comparison, table),
     }
     for name, plot in plots.items():
         with mpl.rc_context(STYLE):
@@ -31,10 +31,6 @@ def draw(comparison: Comparison, table: Table, folder: Path) -> None:
             axes = figure.subplots()
             plot(axes, rows)
             figure.savefig(folder / f"{name}.png", dpi=130)
-
-
-def _with_seeds(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row.budgets[-1]]
 
 
 def _against_flops(axes: Axes, rows: list[Row]) -> None:
@@ -67,16 +63,22 @@ def _by_exit(axes: Axes, rows: list[Row]) -> None:
 
 
 def _bars(axes: Axes, rows: list[Row], comparison: Comparison, table: Table) -> None:
-    last = len(comparison.protocol.budgets) - 1
-    found = [(row, table.difference(row.name, comparison.baseline, last)) for row in rows]
-    done = [(row, less) for row, less in found if less is not None and row.name != comparison.baseline]
-    axes.barh(
-        [row.label for row, _ in done],
-        [less.value for _, less in done],
-        xerr=[2 * (less.error or 0.0) for _, less in done],
-        color=COLORS[0],
-    )
+    rows = [row for row in rows if row.name != comparison.baseline]
+    budgets, thick = comparison.protocol.budgets, 0.8 / len(comparison.protocol.budgets)
+    for number, budget in enumerate(budgets):
+        found = [(at, table.difference(row.name, comparison.baseline, number)) for at, row in enumerate(rows)]
+        done = [(at + (number - (len(budgets) - 1) / 2) * thick, less) for at, less in found if less is not None]
+        axes.barh(
+            [at for at, _ in done],
+            [less.value for _, less in done],
+            height=thick,
+            xerr=[2 * (less.error or 0.0) for _, less in done],
+            color=COLORS[number],
+            label=f"{budget * comparison.data.batch_tokens() / 1e6:.3g} M tokens",
+        )
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
     axes.invert_yaxis()
+    axes.legend(edgecolor="none")
     axes.set(xlabel="bits per byte more than the dense model; bars of error are two standard errors")
 
 

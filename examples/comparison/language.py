@@ -111,6 +111,7 @@ ABLATIONS = {
     "ladder-anchor": grt(update=ungated, label="+ anchor (GRT without gate)"),
     "ungated-full-depth": grt(update=ungated, sampler=full_depth, label="GRT without gate, always full depth"),
     "grt-no-noise": grt(update=partial(open_gate, state_noise=0.0, gate_noise=0.0), label="GRT without noise"),
+    "grt-init-0.02": grt(init_std=0.02, label="GRT, weights from N(0, 0.02²)"),
     "grt-every-exit": grt(
         sampler=full_depth, objective=every_exit, cost=every_step_cost, label="GRT, a loss at every exit"
     ),
@@ -120,13 +121,19 @@ SPLITS = {
     f"split-{layout.prelude}-{layout.core}x{layout.num_steps}-{layout.coda}": grt(layout)
     for layout in (rd.Layout(0, 3, 3, 0), rd.Layout(1, 2, 4, 0), rd.Layout(0, 2, 4, 1), rd.Layout(2, 1, 8, 0))
 }
+WHAT_HOLDS_BACK = ("naive-full-depth", "grt-full-depth", "ungated-full-depth", "grt-no-noise", "grt-init-0.02")
+"""What may hold a loop back: that its depth is sampled, the gate, the noise, the start of its weights."""
 PAIRS = (
     ("grt", "naive"),
     ("grt", "dense-12"),
     ("naive", "dense-12"),
     ("naive", "three-blocks"),
     ("naive-full-depth", "naive"),
-    ("grt", "naive-full-depth"),
+    ("naive-full-depth", "three-blocks"),
+    ("grt-full-depth", "three-blocks"),
+    ("grt-full-depth", "naive-full-depth"),
+    ("grt", "grt-no-noise"),
+    ("grt", "grt-init-0.02"),
     *(("grt", other) for other in ("huginn", "mor", "rrt", "ouro")),
     ("grt-isoparams", "dense-12"),
     ("grt-isoparams", "naive-isoparams"),
@@ -144,13 +151,18 @@ PAIRS = (
 
 
 def plan() -> tuple[Trials | Full, ...]:
-    """The first four with three seeds, and the naive loop without sampled depth; then one seed of everything."""
-    first = [Trials(name) for name in FIRST] + [Full(name, 0) for name in (*FIRST, "naive-full-depth")]
-    first += [Full(name, seed) for seed in (1, 2) for name in FIRST]
-    others = [cell for name in OTHERS for cell in (Trials(name), Full(name, 0))]
-    varied = [Full(name, 0) for name in (*ABLATIONS, *SPLITS) if name != "naive-full-depth"]
-    again = [Full(name, 1) for name in (*OTHERS, *ABLATIONS, *SPLITS)]
-    return (*first, *others, *varied, *again)
+    """The first four, what holds them back, and their seeds at two budgets; one seed of everything; then the rest."""
+    first = (
+        [Trials(name) for name in FIRST]
+        + [Full(name, 0, 2) for name in WHAT_HOLDS_BACK]
+        + [Full(name, 0) for name in FIRST]
+    )
+    first += [Full(name, seed, 2) for seed in (1, 2) for name in FIRST]
+    others = [Trials(name) for name in OTHERS]
+    varied = [Full(name, 0, 2) for name in (*ABLATIONS, *SPLITS)]
+    seeds = [Full(name, seed) for seed in (1, 2) for name in FIRST]
+    longer = [Full(name, seed) for seed in (0, 1) for name in (*OTHERS, *ABLATIONS, *SPLITS)]
+    return (*first, *others, *varied, *seeds, *longer)
 
 
 COMPARISON = Comparison(

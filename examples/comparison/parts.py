@@ -176,10 +176,17 @@ class Trials(NamedTuple):
 
 
 class Full(NamedTuple):
-    """A method at its best rate, at all budgets."""
+    """A method at its best rate.
+
+    Attributes:
+        method: its name.
+        seed: of weights, order of the data and depths.
+        num_budgets: it is trained up to so many of the budgets; None for all. A cell further down the plan may go on.
+    """
 
     method: str
     seed: int
+    num_budgets: int | None = None
 
 
 class Comparison(NamedTuple):

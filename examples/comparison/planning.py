@@ -42,13 +42,26 @@ def runs_of(comparison: Comparison, out: Path, cell: Trials | Full) -> list[Run]
     if isinstance(cell, Trials):
         return trials(comparison, cell.method)
     rate = best_rate(comparison, out, cell.method)
-    return None if rate is None else [Run(cell.method, rate, cell.seed, len(comparison.protocol.budgets))]
+    return (
+        None
+        if rate is None
+        else [Run(cell.method, rate, cell.seed, cell.num_budgets or len(comparison.protocol.budgets))]
+    )
 
 
 def known_runs(comparison: Comparison, out: Path) -> Iterator[Run]:
     """All runs that can be named by now, in the plan's order."""
     for cell in comparison.plan:
         yield from runs_of(comparison, out, cell) or ()
+
+
+def missing_runs(comparison: Comparison, out: Path) -> list[Run]:
+    """Those that are not done, each once: one that goes on further down the plan waits for its turn there."""
+    missing: dict[str, Run] = {}
+    for run in known_runs(comparison, out):
+        if not is_done(comparison, out, run):
+            missing.setdefault(run.name, run)
+    return list(missing.values())
 
 
 def find_run(comparison: Comparison, out: Path, name: str) -> Run:

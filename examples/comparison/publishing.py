@@ -50,12 +50,15 @@ def copy_cells(comparison: Comparison, out: Path, folder: Path) -> tuple[int, fl
 def _report(comparison: Comparison, out: Path, table: Table, num_cells: int, hours: float) -> str:
     parts = {
         "Methods": tables.methods_table(comparison, table),
+        "Headroom": tables.headroom_table(comparison, table),
+        f"Less {comparison.methods[comparison.baseline].label}": tables.baseline_table(comparison, table),
         "Differences": tables.pairs_table(comparison, table),
-        "By exit": tables.exits_table(table),
+        "Depth gain": tables.depth_table(comparison, table),
+        "By exit": tables.exits_table(comparison, table),
         "Learning rates": tables.trials_table(comparison, table),
     }
     ran = f"{num_cells} runs, {hours:.1f} core-hours of steps. {_machine()}"
-    head = [*_text(out), *_numbers(comparison, table), ran]
+    head = [*_text(out), ran]
     return "\n\n".join([" ".join(head), *(f"## {title}\n\n{part.strip()}" for title, part in parts.items())]) + "\n"
 
 
@@ -67,15 +70,6 @@ def _text(out: Path) -> list[str]:
         f"{said['bytes_per_token']:.2f} bytes per token; checksum {said['checksum'][:16]}).",
         "Losses are bits per byte of held-out text; lower is better.",
     ]
-
-
-def _numbers(comparison: Comparison, table: Table) -> list[str]:
-    room, spread = tables.headroom(comparison, table), table.spreads[-1]
-    said = [] if spread is None else [f"Pooled spread over seeds at the last budget: {spread:.4f}."]
-    if room is not None:
-        times = "" if room[1] is None else f", {room[1]:.1f} times that spread"
-        said.append(f"Headroom: {room[0]:.4f}{times}.")
-    return said
 
 
 def _machine() -> str:

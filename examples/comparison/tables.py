@@ -13,43 +13,53 @@ OPEN = "open"
 
 
 def methods_table(comparison: Comparison, table: Table) -> str:
-    """Each method's size, costs and losses, and how much of the headroom it recovers."""
-    tokens = [f"{_tokens(comparison, budget) / 1e6:.3g} M tokens" for budget in comparison.protocol.budgets]
-    head = ["method", "layout", "parameters", "FLOPs, forward", "FLOPs, training", "rate", *tokens]
-    head += ["headroom recovered", "depth gain", f"less {comparison.baseline}", "at equal training FLOPs"]
+    """Each method's size, costs, learning rate and losses."""
+    head = ["method", "layout", "parameters", "FLOPs, forward", "FLOPs, training", "rate", *_budgets(comparison)]
     return _markdown(head, [_method(comparison, table, row) for row in table.rows.values()])
 
 
 def _method(comparison: Comparison, table: Table, row: Row) -> list[str]:
-    last, base = len(comparison.protocol.budgets) - 1, table.rows[comparison.baseline]
-    some = row.longest[:1]
+    base = table.rows[comparison.baseline]
     sizes = [OPEN] * 4
-    if some:
-        [result] = some
+    if row.longest:
+        result = row.longest[0]
         sizes = [result["layout"], f"{result['parameters']:,}", _times(row, base, _forward), _times(row, base, _spent)]
-    losses = [_losses(row, table, number) for number in range(last + 1)]
-    less = table.difference(row.name, comparison.baseline, last) if row.name != comparison.baseline else None
-    return [
-        row.label,
-        *sizes,
-        OPEN if row.rate is None else f"{row.rate:g}",
-        *losses,
-        _recovered(comparison, table, row),
-        "" if some and len(some[0]["measured"]["exits"]) == 1 else in_words(table.depth_gain(row.name, last)),
-        "" if row.name == comparison.baseline else in_words(less),
-        _at_equal_flops(row, base),
-    ]
+    rate = OPEN if row.rate is None else f"{row.rate:g}"
+    return [row.label, *sizes, rate, *(_losses(row, number) for number in range(len(row.budgets)))]
 
 
-def exits_table(table: Table) -> str:
+def baseline_table(comparison: Comparison, table: Table) -> str:
+    """Each method beside the baseline: at equal tokens, at equal training FLOPs, and as a share of the headroom."""
+    baseline, budgets = comparison.baseline, _budgets(comparison)
+    head = ["method", *(f"at {each}" for each in budgets), "at equal training FLOPs"]
+    head += [f"headroom recovered, {each}" for each in budgets]
+    lines = []
+    for row in _done(table):
+        if row.name == baseline:
+            continue
+        less = [in_words(table.difference(row.name, baseline, number)) for number in range(len(budgets))]
+        shares = [_recovered(comparison, table, row, number) for number in range(len(budgets))]
+        lines.append([row.label, *less, _at_equal_flops(row, table.rows[baseline]), *shares])
+    return _markdown(head, lines)
+
+
+def depth_table(comparison: Comparison, table: Table) -> str:
+    """The depth gain of each loop."""
+    gains = {row.label: [table.depth_gain(row.name, n) for n in range(len(row.budgets))] for row in _loops(table)}
+    lines = [[label, *map(in_words, found)] for label, found in gains.items()]
+    return _markdown(["depth gain", *_budgets(comparison)], lines)
+
+
+def exits_table(comparison: Comparison, table: Table) -> str:
     """The loss after each step at the longest budget done, mean over seeds."""
-    loops = [row for row in table.rows.values() if row.longest and len(row.longest[0]["measured"]["exits"]) > 1]
+    loops = _loops(table)
     most = max((len(row.longest[0]["measured"]["exits"]) for row in loops), default=0)
     lines = []
     for row in loops:
         exits = np.mean([result["measured"]["exits"] for result in row.longest], axis=0)
-        lines.append([row.label, *(f"{value:.4f}" for value in exits), *[""] * (most - len(exits))])
-    return _markdown(["steps", *(str(step + 1) for step in range(most))], lines)
+        values = [*(f"{value:.4f}" for value in exits), *[""] * (most - len(exits))]
+        lines.append([row.label, _in_tokens(row.longest[0]["tokens"]), *values])
+    return _markdown(["steps", "trained on", *(str(step + 1) for step in range(most))], lines)
 
 
 def trials_table(comparison: Comparison, table: Table) -> str:
@@ -61,7 +71,7 @@ def trials_table(comparison: Comparison, table: Table) -> str:
 
 def pairs_table(comparison: Comparison, table: Table) -> str:
     """Differences that a claim would rest on, at each budget."""
-    head = ["difference", *(f"{_tokens(comparison, budget) / 1e6:.3g} M" for budget in comparison.protocol.budgets)]
+    head = ["difference", *_budgets(comparison)]
     lines = []
     for some, others in comparison.pairs:
         found = [table.difference(some, others, number) for number in range(len(comparison.protocol.budgets))]
@@ -69,13 +79,22 @@ def pairs_table(comparison: Comparison, table: Table) -> str:
     return _markdown(head, lines)
 
 
-def headroom(comparison: Comparison, table: Table, budget: int = -1) -> tuple[float, float | None] | None:
+def headroom_table(comparison: Comparison, table: Table) -> str:
     """Loss of the stored blocks run once less that of the dense model, and how many spreads over seeds that is."""
-    groups = [table.rows[name].budgets[budget] for name in (comparison.floor, comparison.baseline)]
-    if not all(groups):
-        return None
-    room, spread = statistics.mean(groups[0]) - statistics.mean(groups[1]), table.spreads[budget]
-    return room, None if not spread else room / spread
+    rooms = [_headroom(comparison, table, number) for number in range(len(comparison.protocol.budgets))]
+    times = [
+        OPEN if room is None or not spread else f"{room / spread:.1f} ×"
+        for room, spread in zip(rooms, table.spreads, strict=True)
+    ]
+    lines = [
+        ["headroom", *(OPEN if room is None else f"{room:.4f}" for room in rooms)],
+        [
+            "spread over seeds, pooled over methods",
+            *(OPEN if spread is None else f"{spread:.4f}" for spread in table.spreads),
+        ],
+        ["headroom over spread", *times],
+    ]
+    return _markdown(["", *_budgets(comparison)], lines)
 
 
 def in_words(estimate: Estimate | None) -> str:
@@ -88,14 +107,19 @@ def in_words(estimate: Estimate | None) -> str:
     return f"**{text}**" if estimate.claimed else text
 
 
-def _recovered(comparison: Comparison, table: Table, row: Row) -> str:
-    room, group = headroom(comparison, table), row.budgets[-1]
+def _headroom(comparison: Comparison, table: Table, number: int) -> float | None:
+    groups = [table.rows[name].budgets[number] for name in (comparison.floor, comparison.baseline)]
+    return statistics.mean(groups[0]) - statistics.mean(groups[1]) if all(groups) else None
+
+
+def _recovered(comparison: Comparison, table: Table, row: Row, number: int) -> str:
+    room, group = _headroom(comparison, table, number), row.budgets[number]
     if room is None or not group:
         return OPEN
-    return f"{(statistics.mean(table.rows[comparison.floor].budgets[-1]) - statistics.mean(group)) / room[0]:.0%}"
+    return f"{(statistics.mean(table.rows[comparison.floor].budgets[number]) - statistics.mean(group)) / room:.0%}"
 
 
-def _losses(row: Row, table: Table, number: int) -> str:
+def _losses(row: Row, number: int) -> str:
     group = row.budgets[number]
     if not group:
         return OPEN
@@ -104,12 +128,8 @@ def _losses(row: Row, table: Table, number: int) -> str:
 
 def _at_equal_flops(row: Row, base: Row) -> str:
     """The loss less that of the baseline trained for as many FLOPs."""
-    if row is base:
-        return ""
-    if not row.budgets[-1]:
-        return OPEN
-    of_base = statistics.at_equal_flops(base.budgets, statistics.mean(row.budgets[-1], _spent))
-    return "outside" if of_base is None else f"{statistics.mean(row.budgets[-1]) - of_base:+.4f}"
+    of_base = statistics.at_equal_flops(base.budgets, statistics.mean(row.longest, _spent))
+    return "outside" if of_base is None else f"{statistics.mean(row.longest) - of_base:+.4f}"
 
 
 def _forward(result: statistics.Result) -> float:
@@ -139,8 +159,20 @@ def _trial(value: float | None) -> str:
     return OPEN if value is None else "diverged" if value == float("inf") else f"{value:.4f}"
 
 
-def _tokens(comparison: Comparison, budget: int) -> int:
-    return budget * comparison.data.batch_tokens()
+def _done(table: Table) -> list[Row]:
+    return [row for row in table.rows.values() if row.longest]
+
+
+def _loops(table: Table) -> list[Row]:
+    return [row for row in _done(table) if len(row.longest[0]["measured"]["exits"]) > 1]
+
+
+def _budgets(comparison: Comparison) -> list[str]:
+    return [_in_tokens(budget * comparison.data.batch_tokens()) for budget in comparison.protocol.budgets]
+
+
+def _in_tokens(tokens: int) -> str:
+    return f"{tokens / 1e6:.3g} M tokens"
 
 
 def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

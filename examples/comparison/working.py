@@ -9,7 +9,7 @@ from pathlib import Path
 from journal import read_journal
 
 from comparison.parts import Comparison, Run
-from comparison.planning import is_done, known_runs, runs_of
+from comparison.planning import known_runs, missing_runs, runs_of
 
 POLL_SECONDS = 1.0
 
@@ -46,10 +46,8 @@ def work(comparison: Comparison, out: Path, command: list[str], *, jobs: int, sa
                 failed.append(worker.run)
             say(f"{worker.run.name}: {'failed, see its output.txt' if worker.code() else 'done'}")
         busy = {worker.run.name for worker in workers} | {run.name for run in failed}
-        waiting = [
-            run for run in known_runs(comparison, out) if run.name not in busy and not is_done(comparison, out, run)
-        ]
-        for run in _distinct(waiting)[: jobs - len(workers)]:
+        waiting = [run for run in missing_runs(comparison, out) if run.name not in busy]
+        for run in waiting[: jobs - len(workers)]:
             say(f"{run.name}: begins")
             workers.append(Worker(run, out, command))
         if not workers:
@@ -69,9 +67,9 @@ def progress(comparison: Comparison, out: Path, jobs: int) -> str:
         taken[run.method][0] += len(records)
         taken[run.method][1] += sum(record["seconds"] for record in records)
         planned[run.method] += comparison.protocol.steps(run.num_budgets)
-    for cell in comparison.plan:
-        if runs_of(comparison, out, cell) is None:
-            planned[cell.method] += comparison.protocol.steps(len(comparison.protocol.budgets))
+    unknown = {cell[:2] for cell in comparison.plan if runs_of(comparison, out, cell) is None}
+    for method, _ in unknown:
+        planned[method] += comparison.protocol.steps(len(comparison.protocol.budgets))
     done, seconds = (sum(column) for column in zip(*taken.values(), strict=True))
     said = f"{done:,} of {sum(planned.values()):,} steps done"
     if not done:
@@ -83,13 +81,8 @@ def progress(comparison: Comparison, out: Path, jobs: int) -> str:
     return f"{said}, {hours:.1f} core-hours left: {hours / jobs:.1f} hours with {jobs} at a time on cores of their own"
 
 
-def _distinct(runs: list[Run]) -> list[Run]:
-    return list({run.name: run for run in reversed(runs)}.values())[::-1]
-
-
 def _longest(runs: list[Run]) -> list[Run]:
-    return [max((run for run in runs if run.name == name), key=lambda run: run.num_budgets) for name in _names(runs)]
-
-
-def _names(runs: list[Run]) -> list[str]:
-    return list(dict.fromkeys(run.name for run in runs))
+    longest: dict[str, Run] = {}
+    for run in runs:
+        longest[run.name] = max(run, longest.get(run.name, run), key=lambda each: each.num_budgets)
+    return list(longest.values())
