@@ -445,6 +445,7 @@ def test_with_gradients_a_cache_is_routed_causally_too_and_in_training():
     ],
 )
 @pytest.mark.parametrize("form", [rd.GPT2Form, grouped])
+@pytest.mark.filterwarnings("ignore:loss is 0, so nothing teaches the router")
 def test_flops_are_those_that_the_expected_capacity_executes(build, exact, form):
     with torch.device("meta"):
         model = tiny(build, rd.Layout(1, 2, 4 if exact else 3, 1), form=form)
@@ -500,7 +501,9 @@ def test_more_steps_than_the_router_knows_are_refused(build):
     model, x = tiny(build, rd.Layout(0, 1, 3, 0)), some_tokens()
     with (
         pytest.warns(UserWarning, match="deeper than trained"),
-        pytest.raises(ValueError, match="router was built for 3"),
+        pytest.raises(
+            ValueError, match=r"router was built for 3 at most, .* ask for 3 steps or fewer, or build and train"
+        ),
     ):
         model(x, 4)
 
@@ -519,3 +522,10 @@ def test_capacities_that_rise_or_leave_zero_to_one_are_refused_by_the_builders()
             tiny(partial(rd.mor, router=partial(rd.expert_choice, capacities=capacities)), LAYOUT)
     with pytest.raises(ValueError, match="capacity is 2"):
         tiny(partial(rd.mod, router=partial(rd.every_other, capacity=2)), LAYOUT)
+
+
+@pytest.mark.parametrize("router", [rd.expert_choice, rd.token_choice])
+def test_a_router_of_another_width_is_refused_at_the_first_call(router):
+    model = tiny(partial(rd.mor, router=lambda dim, num_steps: router(8, num_steps)), LAYOUT)
+    with pytest.raises(ValueError, match="state is 16 wide, but the router was built for 8: build it with dim=16"):
+        model(some_tokens())

@@ -14,7 +14,7 @@ from user_parts import Balanced, Remembering
 
 import recurrent_depth as rd
 from recurrent_depth.routers import at_least, at_most
-from recurrent_depth.top_tokens import choice_loss, highest, row_mean, z_loss
+from recurrent_depth.top_tokens import choice_loss, highest, row_mean, row_share, z_loss
 
 
 class Told(rd.RouterScores):
@@ -34,6 +34,7 @@ class Told(rd.RouterScores):
 
 H = torch.zeros(1, 5, 4)
 REAL = torch.ones(1, 5, dtype=torch.bool)
+SHARE = row_share(H)
 SCORES = [0.3, -2.0, 1.5, -0.1, 0.7]
 
 
@@ -175,7 +176,7 @@ def test_training_takes_the_best_and_everything_else_whoever_is_above_one_half()
 def test_who_was_left_out_of_a_step_does_not_come_back():
     router = rd.ExpertChoice(rd.TopTokens(Told(SCORES, [-x for x in SCORES]), rd.RawWeight()), (0.6, 0.4))
     first = router(H, router.begin(H, rd.Call(2)), REAL, 0, causal=False)
-    second = router(H, rd.RouterState(carry=first.carry), REAL, 1, causal=False)
+    second = router(H, rd.RouterState(SHARE, first.carry), REAL, 1, causal=False)
     assert tokens_of(first.pick, 1) == [[0, 2, 4]]
     assert tokens_of(second.pick, 1) == [[0, 4]]
 
@@ -195,7 +196,7 @@ def test_mixture_of_depths_routes_every_other_step_and_chooses_anew_each_time():
 def test_a_predictor_decides_where_decisions_are_causal_and_nowhere_else():
     predictor = Told([-1.0, 1.0, -1.0, 1.0, -1.0])
     for causal, expected in ((False, [2, 4]), (True, [1, 3])):
-        choice = top(predictor=predictor)(H, REAL, 0, at_most(REAL, 0.4), causal=causal)
+        choice = top(predictor=predictor)(H, REAL, 0, at_most(REAL, 0.4), share=SHARE, causal=causal)
         assert choice.chosen[0].nonzero()[:, 0].tolist() == expected
         assert_close(choice.weight[0], 0.1 * torch.tensor(SCORES).sigmoid())
 
@@ -212,18 +213,21 @@ def test_the_choice_loss_is_its_closed_form_and_padding_does_not_count():
         for row in (0, 1)
     ]
     expected = (sum(terms[0]) / 5 + (terms[1][1] + terms[1][2] + terms[1][4]) / 3) / 2
-    assert choice_loss(scores, taken, active).item() == pytest.approx(expected)
-    assert choice_loss(scores.where(active, 1e9), taken, active).item() == pytest.approx(expected)
+    share = torch.full((2, 5), 0.5)
+    assert choice_loss(scores, taken, active, share).item() == pytest.approx(expected)
+    assert choice_loss(scores.where(active, 1e9), taken, active, share).item() == pytest.approx(expected)
 
 
 def test_the_coefficients_scale_the_losses_and_zero_leaves_them_out():
     limit = at_most(REAL, 0.4)
-    losses = top(loss=0.5, z_loss=0.25)(H, REAL, 0, limit, causal=False).losses
+    losses = top(loss=0.5, z_loss=0.25)(H, REAL, 0, limit, share=SHARE, causal=False).losses
     taken = torch.tensor([[False, False, True, False, True]])
-    assert_close(losses["router"], 0.5 * choice_loss(torch.tensor([SCORES]), taken, REAL))
+    assert_close(losses["router"], 0.5 * choice_loss(torch.tensor([SCORES]), taken, REAL, SHARE))
     assert_close(losses["router_z"], 0.25 * torch.tensor(SCORES).square().mean())
-    assert top(loss=0, z_loss=0)(H, REAL, 0, limit, causal=False).losses == {}
-    assert top(loss=1, z_loss=1)(H, REAL, 0, limit, causal=True).losses == {}
+    assert top(loss=1, z_loss=1)(H, REAL, 0, limit, share=SHARE, causal=True).losses == {}
+    with pytest.warns(UserWarning, match="loss is 0, so nothing teaches the router who is taken outside of training"):
+        untaught = top(loss=0, z_loss=0)
+    assert untaught(H, REAL, 0, limit, share=SHARE, causal=False).losses == {}
 
 
 def test_the_balance_loss_is_its_closed_form():
@@ -244,8 +248,8 @@ def test_losses_do_not_depend_on_how_a_batch_is_split():
     last = scores.argmax(-1)
     for loss in (
         lambda rows: rd.BalanceLoss().losses(scores[rows].softmax(-1), last[rows], real[rows])["balance"],
-        lambda rows: choice_loss(scores[rows][..., 0], last[rows] == 0, real[rows]),
-        lambda rows: z_loss(scores[rows], real[rows]),
+        lambda rows: choice_loss(scores[rows][..., 0], last[rows] == 0, real[rows], row_share(scores[rows])),
+        lambda rows: z_loss(scores[rows], real[rows], row_share(scores[rows])),
     ):
         parts = [loss(slice(0, 2)), loss(slice(2, 4))]
         assert_close(loss(slice(0, 4)), sum(parts) / 2)
@@ -265,11 +269,48 @@ def test_the_balance_bias_moves_towards_depths_that_are_seldom_taken_and_only_co
     balance.update(torch.tensor([[0, 1, 2]]))
     assert_close(balance.bias, torch.tensor([-0.01, 0.01, 0.01]))
     router = rd.TokenChoice(rd.LinearScores(4, num_outputs=3), rd.SoftmaxWeight(), balance)
-    balance.bias.copy_(torch.tensor([0.0, 10.0, 0.0]))
+    balance.moves.copy_(torch.tensor([0, 1000, 0]))
     context = router.begin(torch.randn(1, 5, 4), rd.Call(3)).context
     assert (context.last == 1).all()
     assert (context.weight < 1).all()
     balance.reset_parameters()
+    assert (balance.bias == 0).all()
+
+
+def cast(balance: rd.BalanceBias) -> rd.BalanceBias:
+    return balance.to(torch.bfloat16)
+
+
+def built_and_loaded_in_bfloat16(balance: rd.BalanceBias) -> rd.BalanceBias:
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)  # as from_pretrained does
+        loaded = rd.BalanceBias(3)
+        loaded.load_state_dict(balance.state_dict())
+    finally:
+        torch.set_default_dtype(default)
+    return loaded
+
+
+@pytest.mark.parametrize("change", [cast, rd.BalanceBias.half, built_and_loaded_in_bfloat16])
+def test_the_balance_bias_of_a_model_in_bfloat16_loses_no_update(change):
+    balance, last = rd.BalanceBias(3), torch.tensor([[0, 0, 1]])
+    for _ in range(1000):
+        balance.update(last)
+    balance = change(balance)
+    for _ in range(1000):
+        balance.update(last)
+    assert balance.bias.dtype == torch.float32
+    assert_close(balance.bias, torch.tensor([-2.0, 0.0, 2.0]))
+    even = torch.full((1, 1, 3), 1 / 3, dtype=torch.bfloat16)
+    assert_close(balance.preference(even), even.float() + balance.bias)
+
+
+@given(st.integers(1, 7), st.integers(1, 9), st.booleans())
+def test_depths_in_even_use_and_texts_of_padding_move_no_bias(num_depths, times, padded):
+    balance = rd.BalanceBias(num_depths)
+    last = torch.arange(num_depths).repeat(times)[None]
+    balance.update(last, torch.zeros_like(last, dtype=torch.bool) if padded else None)
     assert (balance.bias == 0).all()
 
 
@@ -303,11 +344,85 @@ def test_capacities_fall_along_a_cosine():
         (lambda: rd.every_other(8, 4, capacity=0.0), "capacity is 0.0, but must be above 0 and at most 1"),
         (lambda: rd.every_other(8, 4, capacity=1.1), "capacity is 1.1, but must be above 0 and at most 1"),
         (lambda: rd.every_other(8, 4, every=0), "every"),
-        (lambda: rd.LinearScores(8, temperature=0.0), "temperature of the router must be above 0"),
+        (lambda: rd.LinearScores(8, temperature=0.0), "temperature of the router is 0.0, but must be a finite number"),
         (lambda: rd.MLPScores(8, hidden=0), "hidden"),
         (lambda: rd.BalanceBias(0), "num_depths"),
+        (lambda: rd.TopTokens(rd.LinearScores(8, num_outputs=4), rd.RawWeight()), "scores gives 4 outputs, .* one"),
+        (lambda: top(predictor=rd.LinearScores(8, num_outputs=2)), "predictor gives 2 outputs, .* num_outputs=1"),
+        (lambda: top(predictor=rd.LinearScores(8, num_routers=2)), "predictor has 2 routers, .* num_routers=1"),
+        (lambda: rd.TopTokens(Told(SCORES, SCORES), rd.RawWeight(), predictor=Told(SCORES)), "must have as many .* 2"),
+        (lambda: rd.TopTokens(Told(SCORES), rd.SoftmaxWeight()), r"only one, .* use SigmoidWeight\(\)"),
+        (lambda: by_token(rd.LinearScores(8, num_routers=3, num_outputs=3)), "scores has 3 routers, .* num_routers=1"),
+        (
+            lambda: by_token(balance=rd.BalanceBias(1)),
+            "built for 1 depths, but scores has 3 .* build the balance for 3",
+        ),
+        (
+            lambda: by_token(balance=rd.BalanceBias(5)),
+            "built for 5 depths, but scores has 3 .* build the balance for 3",
+        ),
+        (lambda: rd.LinearScores(8)(torch.zeros(1, 5, 9), 0), "9 wide, but the router was built for 8: .* dim=9"),
+        (lambda: rd.MLPScores(8)(torch.zeros(1, 2, 9), 0), "The state is 9 wide, but the router was built for 8"),
+        (lambda: rd.CosineCapacities((1, 0.5), 5)(-3), "draw is -3, but must be a whole number of at least 0"),
+        (lambda: rd.CosineCapacities((1, 0.5), 5)(True), "draw is True, but must be a whole number"),
+        (lambda: mixture_of_depths(2, num_steps=6), "3 are routed with every=2, .* num_routers=3"),
+        (lambda: mixture_of_depths(2, num_steps=0), "num_steps is 0"),
     ],
 )
 def test_what_a_router_cannot_do_is_refused(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+def by_token(scores=None, balance=None, **coefficients) -> rd.TokenChoice:
+    scores = rd.LinearScores(8, num_outputs=3) if scores is None else scores
+    return rd.TokenChoice(scores, rd.SoftmaxWeight(), rd.BalanceLoss() if balance is None else balance, **coefficients)
+
+
+def mixture_of_depths(num_routers: int, **arguments) -> rd.MixtureOfDepths:
+    return rd.MixtureOfDepths(rd.TopTokens(rd.LinearScores(4, num_routers=num_routers), rd.RawWeight()), **arguments)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -0.1])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda bad: rd.expert_choice(8, 2, alpha=bad),
+        lambda bad: rd.expert_choice(8, 2, loss=bad),
+        lambda bad: rd.expert_choice(8, 2, z_loss=bad),
+        lambda bad: rd.expert_choice(8, 2, temperature=bad),
+        lambda bad: rd.token_choice(8, 2, alpha=bad),
+        lambda bad: rd.token_choice(8, 2, balance=bad),
+        lambda bad: rd.token_choice(8, 2, z_loss=bad),
+        lambda bad: rd.every_other(8, 2, loss=bad),
+        lambda bad: rd.MLPScores(8, temperature=bad),
+        lambda bad: rd.TanhWeight(bad),
+        lambda bad: rd.BalanceBias(2, rate=bad),
+        lambda bad: rd.ConstantWeight(bad if bad != -0.1 else -math.inf),
+    ],
+)
+def test_numbers_that_are_negative_or_not_finite_are_refused(build, bad):
+    with pytest.raises(ValueError, match=r"is (nan|-?inf|-0.1), but must be"):
+        build(bad)
+
+
+@pytest.mark.parametrize("build", [rd.SigmoidWeight, rd.TanhWeight, rd.SoftmaxWeight])
+def test_a_weight_that_is_always_zero_is_refused(build):
+    with pytest.raises(ValueError, match="alpha is 0, but must be a finite number above 0"):
+        build(0)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5])
+@pytest.mark.filterwarnings("ignore:Of 1 steps none is routed")
+def test_mixture_of_depths_takes_the_steps_that_it_was_built_for_and_no_more(num_steps):
+    router = mixture_of_depths(max(1, num_steps // 2), num_steps=num_steps)
+    for taken in range(1, num_steps + 1):
+        router.begin(H, rd.Call(taken))
+    words = f"router was built for {num_steps} at most, .* ask for {num_steps} steps or fewer, or build and train"
+    with pytest.raises(ValueError, match=words):
+        router.begin(H, rd.Call(num_steps + 1))
+
+
+def test_mixture_of_depths_warns_if_it_routes_no_step():
+    with pytest.warns(UserWarning, match="Of 1 steps none is routed with every=2, .* take 2 steps or more, or every=1"):
+        mixture_of_depths(1, num_steps=1)

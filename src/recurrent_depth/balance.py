@@ -8,11 +8,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from recurrent_depth.depth import require_whole
+from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.router_weights import require_coefficient
 from recurrent_depth.top_tokens import row_mean
 
 
 class Balance(nn.Module, abc.ABC):
-    """Keeps tokens from all choosing the same depth."""
+    """Keeps tokens from all choosing the same depth.
+
+    Attributes:
+        num_depths: for how many depths; None for any number.
+    """
+
+    num_depths: int | None = None
 
     @abc.abstractmethod
     def preference(self, weights: Float[Tensor, "batch token depth"]) -> Float[Tensor, "batch token depth"]:
@@ -35,12 +43,15 @@ class BalanceLoss(Balance):
     pools the batch. It is the coefficient where all depths are taken evenly, and the number of depths times that where
     all tokens agree with certainty.
 
+    Raises:
+        ValueError: if `coefficient` is negative or not finite.
+
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
 
     def __init__(self, coefficient: float | int = 0.1):
         super().__init__()
-        self.coefficient = coefficient
+        self.coefficient = require_coefficient("coefficient", coefficient)
 
     def preference(self, weights: Float[Tensor, "batch token depth"]) -> Float[Tensor, "batch token depth"]:
         """The weights."""
@@ -69,21 +80,34 @@ class BalanceBias(Balance):
         num_depths: how many depths.
         rate: how far a bias moves at each update.
 
+    Attributes:
+        moves: how often each bias went up, less how often it went down. Whole numbers, since a model that is cast to
+            bfloat16 casts its floats, where an update of 0.001 is lost beside a bias of 0.5.
+
+    Raises:
+        ValueError: if `num_depths` is below 1, or `rate` negative or not finite.
+
     Reference: Wang et al., 2024, arXiv 2408.15664; Bae et al., 2025, arXiv 2507.10524.
     """
 
     def __init__(self, num_depths: int, rate: float | int = 0.001):
         super().__init__()
-        self.rate = rate
-        self.register_buffer("bias", torch.zeros(require_whole("num_depths", num_depths, at_least=1)))
+        self.num_depths = require_whole("num_depths", num_depths, at_least=1)
+        self.rate = require_coefficient("rate", rate)
+        self.register_buffer("moves", torch.zeros(num_depths, dtype=torch.long))
+
+    @property
+    def bias(self) -> Float[Tensor, " depth"]:
+        """`rate * moves`, in float32."""
+        return self.rate * self.get_buffer("moves").float()
 
     def reset_parameters(self) -> None:
         """Forgets all updates."""
-        nn.init.zeros_(self.get_buffer("bias"))
+        nn.init.zeros_(self.get_buffer("moves"))
 
     def preference(self, weights: Float[Tensor, "batch token depth"]) -> Float[Tensor, "batch token depth"]:
         """Weights and bias."""
-        return weights + self.get_buffer("bias")
+        return at_least_float32(weights) + self.bias
 
     def losses(
         self,
@@ -100,7 +124,8 @@ class BalanceBias(Balance):
 
         With several processes give the tokens of all, or the biases drift apart.
         """
-        bias = self.get_buffer("bias")
+        moves = self.get_buffer("moves")
         taken = last.flatten() if mask is None else last[mask]
-        share = F.one_hot(taken, len(bias)).to(bias.dtype).mean(0)
-        bias += self.rate * (share.mean() - share).sign()
+        # In whole numbers, where depths in even use are exactly even.
+        counts = F.one_hot(taken, len(moves)).sum(0)
+        moves += (counts.sum() - len(moves) * counts).sign()

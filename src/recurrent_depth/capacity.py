@@ -49,7 +49,7 @@ class CosineCapacities:
         warmup: draws until then.
 
     Raises:
-        ValueError: for capacities that rise or leave (0, 1], and for a `warmup` below 1.
+        ValueError: for capacities that rise or leave (0, 1], for a `warmup` below 1, and for a draw below 0.
 
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
@@ -62,6 +62,7 @@ class CosineCapacities:
         require_whole("warmup", self.warmup, at_least=1)
 
     def __call__(self, draw: int) -> tuple[float, ...]:
-        """The capacities of a draw, counted from 0."""
-        rest = 0.5 * (1 + math.cos(math.pi * min(draw / self.warmup, 1.0)))
+        """The capacities of a draw, a whole number counted from 0."""
+        progress = min(require_whole("draw", draw, at_least=0) / self.warmup, 1.0)
+        rest = 0.5 * (1 + math.cos(math.pi * progress))
         return tuple(end + (1 - end) * rest for end in self.capacities)

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.depth import require_whole
+from recurrent_depth.exits import require_number
 from recurrent_depth.numerics import at_least_float32, without_autocast
 
 
@@ -43,7 +44,8 @@ class LinearScores(RouterScores):
         temperature: divides the state.
 
     Raises:
-        ValueError: if a number is below 1, or the temperature not above 0.
+        ValueError: if a number is below 1, or the temperature not finite or not above 0; in a forward, for a state of
+            another width.
 
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
@@ -62,7 +64,7 @@ class LinearScores(RouterScores):
     def forward(self, h: Float[Tensor, "batch token dim"], router: int) -> Float[Tensor, "batch token out"]:
         """What a router says."""
         with without_autocast(h.device):
-            return _linear(at_least_float32(h) / self.temperature, self.weight[router])
+            return _linear(_scaled(h, self.weight, self.temperature), self.weight[router])
 
     def cost(self) -> int:
         """One product."""
@@ -82,7 +84,8 @@ class MLPScores(RouterScores):
         temperature: divides the state.
 
     Raises:
-        ValueError: if a number is below 1, or the temperature not above 0.
+        ValueError: if a number is below 1, or the temperature not finite or not above 0; in a forward, for a state of
+            another width.
 
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
@@ -112,7 +115,7 @@ class MLPScores(RouterScores):
     def forward(self, h: Float[Tensor, "batch token dim"], router: int) -> Float[Tensor, "batch token out"]:
         """What a router says."""
         with without_autocast(h.device):
-            hidden = F.gelu(_linear(at_least_float32(h) / self.temperature, self.up[router]))
+            hidden = F.gelu(_linear(_scaled(h, self.up, self.temperature), self.up[router]))
             return _linear(hidden, self.out[router])
 
     def cost(self) -> int:
@@ -120,12 +123,20 @@ class MLPScores(RouterScores):
         return 2 * (self.up[0].numel() + self.out[0].numel())
 
 
+def _scaled(h: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    if h.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"The state is {h.shape[-1]} wide, but the router was built for {weight.shape[-1]}: build it with "
+            f"dim={h.shape[-1]}, the width of the model."
+        )
+    return at_least_float32(h) / temperature
+
+
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 
 def _check(temperature: float | int, **sizes: int) -> None:
-    if not temperature > 0:
-        raise ValueError(f"temperature of the router must be above 0, got {temperature}.")
+    require_number("temperature of the router", temperature, above=0)
     for name, size in sizes.items():
         require_whole(name, size, at_least=1)

@@ -6,9 +6,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.exits import require_number
+
 
 class RouterWeight(nn.Module, abc.ABC):
-    """What weighs a token's result: a function of its scores that keeps their order, elementwise or over the last."""
+    """What weighs a token's result: a function of its scores that keeps their order, elementwise or over the last.
+
+    Attributes:
+        compares: whether a router's outputs are weighed against each other, so that a single one says nothing.
+    """
+
+    compares: bool = False
 
     @abc.abstractmethod
     def forward(self, scores: Float[Tensor, "batch token out"]) -> Float[Tensor, "batch token out"]:
@@ -16,11 +24,15 @@ class RouterWeight(nn.Module, abc.ABC):
 
 
 class SigmoidWeight(RouterWeight):
-    """`alpha * sigmoid(score)`; 0.1 is the released default of Mixture-of-Recursions."""
+    """`alpha * sigmoid(score)`; 0.1 is the released default of Mixture-of-Recursions.
+
+    Raises:
+        ValueError: if `alpha` is not finite or not above 0, as with all weights that have one.
+    """
 
     def __init__(self, alpha: float | int = 0.1):
         super().__init__()
-        self.alpha = alpha
+        self.alpha = require_number("alpha", alpha, above=0)
 
     def forward(self, scores: Float[Tensor, "batch token out"]) -> Float[Tensor, "batch token out"]:
         """The weights."""
@@ -32,7 +44,7 @@ class TanhWeight(RouterWeight):
 
     def __init__(self, alpha: float | int = 0.1):
         super().__init__()
-        self.alpha = alpha
+        self.alpha = require_number("alpha", alpha, above=0)
 
     def forward(self, scores: Float[Tensor, "batch token out"]) -> Float[Tensor, "batch token out"]:
         """The weights."""
@@ -50,9 +62,11 @@ class RawWeight(RouterWeight):
 class SoftmaxWeight(RouterWeight):
     """`alpha * softmax(scores)` over a router's outputs: token choice."""
 
+    compares = True
+
     def __init__(self, alpha: float | int = 1.0):
         super().__init__()
-        self.alpha = alpha
+        self.alpha = require_number("alpha", alpha, above=0)
 
     def forward(self, scores: Float[Tensor, "batch token out"]) -> Float[Tensor, "batch token out"]:
         """The weights."""
@@ -64,8 +78,19 @@ class ConstantWeight(RouterWeight):
 
     def __init__(self, value: float | int = 1.0):
         super().__init__()
-        self.value = value
+        self.value = require_number("value", value)
 
     def forward(self, scores: Float[Tensor, "batch token out"]) -> Float[Tensor, "batch token out"]:
         """The constant."""
         return torch.full_like(scores, self.value)
+
+
+def require_coefficient(name: str, value: object) -> float:
+    """Returns the coefficient of a loss, or another rate, as a float.
+
+    Raises:
+        ValueError: if it is negative or no finite number.
+    """
+    if require_number(name, value) < 0:
+        raise ValueError(f"{name} is {value!r}, but must be at least 0; 0 leaves it out.")
+    return require_number(name, value)

@@ -1,6 +1,7 @@
 """The routers of Mixture-of-Recursions (expert choice) and of Mixture-of-Depths."""
 
 import math
+import warnings
 from collections.abc import Sequence
 
 from jaxtyping import Bool, Float
@@ -11,7 +12,7 @@ from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.depth import require_whole
 from recurrent_depth.pick import Pick, pick_chosen, pick_fewest
 from recurrent_depth.router import Router, RouterState, Routing
-from recurrent_depth.top_tokens import Choice, Limit, TopTokens
+from recurrent_depth.top_tokens import Choice, Limit, TopTokens, row_share
 
 ROUNDING = 1e-6
 """A capacity of 0.7 of 10 tokens is 7, though 0.7 * 10 may fall short of it."""
@@ -57,7 +58,7 @@ class ExpertChoice(Router):
     def begin(self, h: Float[Tensor, "batch token dim"], call: Call) -> RouterState:
         """All tokens are there."""
         check_routed_steps(call.num_steps, len(self.capacities))
-        return RouterState(carry=h.new_ones(h.shape[:2]).bool())
+        return RouterState(row_share(h), carry=h.new_ones(h.shape[:2]).bool())
 
     def forward(
         self,
@@ -70,7 +71,7 @@ class ExpertChoice(Router):
     ) -> Routing:
         """The best of those that the step before kept."""
         limit = None if self.capacities[step] == 1 else at_most(real, self.capacities[step])
-        choice = self.choose(h, state.carry & real, step, limit, causal=causal)
+        choice = self.choose(h, state.carry & real, step, limit, share=state.context, causal=causal)
         return Routing(choice.chosen, picked(choice, limit, causal=causal), choice.weight, losses=choice.losses)
 
     def cost(self, num_steps: int) -> UpdateCost:
@@ -87,28 +88,53 @@ class MixtureOfDepths(Router):
         choose: takes the best; with a router for each routed step.
         capacity: the share of the tokens that takes a routed step.
         every: a routed step stands behind so many less one of the others; 1 routes each step.
+        num_steps: full depth. Without it a forward may go on behind the last routed step, up to the next one.
 
     Raises:
-        ValueError: if `capacity` leaves (0, 1] or `every` is below 1; in a forward, if it has more routed steps than
-            there are routers.
+        ValueError: if `capacity` leaves (0, 1], `every` or `num_steps` is below 1, or `num_steps` has more or fewer
+            routed steps than there are routers, of which there is always one; in a forward, if it takes more steps.
+
+    Warns:
+        UserWarning: if none of `num_steps` is routed.
 
     Reference: Raposo et al., 2024, arXiv 2404.02258.
     """
 
-    def __init__(self, choose: TopTokens, *, capacity: float | int = 0.125, every: int = 2):
+    def __init__(
+        self, choose: TopTokens, *, capacity: float | int = 0.125, every: int = 2, num_steps: int | None = None
+    ):
         super().__init__()
         if not 0 < capacity <= 1:
             raise ValueError(f"capacity is {capacity}, but must be above 0 and at most 1.")
         self.choose, self.capacity, self.every = choose, capacity, require_whole("every", every, at_least=1)
+        self.most = (choose.scores.num_routers + 1) * self.every - 1 if num_steps is None else self._all(num_steps)
+
+    def _all(self, num_steps: int) -> int:
+        routed, routers = (
+            require_whole("num_steps", num_steps, at_least=1) // self.every,
+            self.choose.scores.num_routers,
+        )
+        if max(1, routed) != routers:
+            raise ValueError(
+                f"num_steps is {num_steps}, of which {routed} are routed with every={self.every}, but there are "
+                f"{routers} routers: build the scores with num_routers={max(1, routed)}."
+            )
+        if not routed:
+            warnings.warn(
+                f"Of {num_steps} steps none is routed with every={self.every}, so all tokens take them and the router "
+                f"is never asked: take {self.every} steps or more, or every=1.",
+                stacklevel=3,
+            )
+        return num_steps
 
     def routes(self, step: int) -> bool:
         """Whether a step is routed."""
         return (step + 1) % self.every == 0
 
     def begin(self, h: Float[Tensor, "batch token dim"], call: Call) -> RouterState:
-        """Nothing is known before."""
-        check_routed_steps(call.num_steps, (self.choose.scores.num_routers + 1) * self.every - 1)
-        return RouterState()
+        """The rows' shares of the losses."""
+        check_routed_steps(call.num_steps, self.most)
+        return RouterState(row_share(h))
 
     def forward(
         self,
@@ -123,7 +149,7 @@ class MixtureOfDepths(Router):
         if not self.routes(step):
             return Routing(())
         limit = None if self.capacity == 1 else at_least(real, self.capacity)
-        choice = self.choose(h, real, step // self.every, limit, causal=causal)
+        choice = self.choose(h, real, step // self.every, limit, share=state.context, causal=causal)
         return Routing((), picked(choice, limit, causal=causal), choice.weight, losses=choice.losses)
 
     def cost(self, num_steps: int) -> UpdateCost:
@@ -136,7 +162,7 @@ class MixtureOfDepths(Router):
 def at_most(real: Bool[Tensor, "batch token"], capacity: float | int) -> Limit:
     """`int(capacity * tokens)` of the real tokens of each row, but at least one."""
     rows = (real.sum(1).double() * capacity + ROUNDING).floor().long().clamp(min=1)
-    return Limit(rows, max(1, math.floor(real.shape[1] * capacity + ROUNDING)))
+    return Limit(rows, max(min(1, real.shape[1]), math.floor(real.shape[1] * capacity + ROUNDING)))
 
 
 def at_least(real: Bool[Tensor, "batch token"], capacity: float | int) -> Limit:
@@ -155,4 +181,7 @@ def picked(choice: Choice, limit: Limit | None, *, causal: bool) -> Pick | None:
 def check_routed_steps(num_steps: int, most: int) -> None:
     """Raises a ValueError for more steps than a router knows."""
     if num_steps > most:
-        raise ValueError(f"{num_steps} steps asked for, but the router was built for {most} at most.")
+        raise ValueError(
+            f"{num_steps} steps asked for, but the router was built for {most} at most, and has no weights for others: "
+            f"ask for {most} steps or fewer, or build and train the model for {num_steps}."
+        )

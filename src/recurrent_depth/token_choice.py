@@ -11,9 +11,9 @@ from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.pick import pick_fewest
 from recurrent_depth.router import Router, RouterState, Routing
 from recurrent_depth.router_scores import RouterScores
-from recurrent_depth.router_weights import RouterWeight
+from recurrent_depth.router_weights import RouterWeight, require_coefficient
 from recurrent_depth.routers import check_routed_steps
-from recurrent_depth.top_tokens import z_loss
+from recurrent_depth.top_tokens import row_share, z_loss
 
 
 class TokenDepths(NamedTuple):
@@ -48,14 +48,17 @@ class TokenChoice(Router):
         full_depth: while True every token takes all steps, in training: a warm-up.
 
     Raises:
-        ValueError: in a forward of more steps than there are depths.
+        ValueError: for scores of more than one router, a balance of another number of depths, and a `z_loss` that is
+            negative or not finite; in a forward of more steps than there are depths.
 
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
 
     def __init__(self, scores: RouterScores, weight: RouterWeight, balance: Balance, *, z_loss: float | int = 1e-5):
         super().__init__()
-        self.scores, self.weight, self.balance, self.z_loss = scores, weight, balance, z_loss
+        _check_parts(scores, balance)
+        self.scores, self.weight, self.balance = scores, weight, balance
+        self.z_loss = require_coefficient("z_loss", z_loss)
         self.full_depth = False
 
     def begin(self, h: Float[Tensor, "batch token dim"], call: Call) -> RouterState:
@@ -72,7 +75,7 @@ class TokenChoice(Router):
         real = torch.ones_like(last, dtype=torch.bool) if call.mask is None else call.mask[:, -h.shape[1] :]
         scores = self.scores(h.detach(), 0)
         losses = self.balance.losses(self.weight(scores), last, real)
-        return {**losses, "router_z": self.z_loss * z_loss(scores, real)} if self.z_loss else losses
+        return {**losses, "router_z": self.z_loss * z_loss(scores, real, row_share(h))} if self.z_loss else losses
 
     def forward(
         self,
@@ -96,3 +99,16 @@ class TokenChoice(Router):
         depths = self.scores.num_outputs
         shares = tuple((depths - step) / depths for step in range(num_steps))
         return UpdateCost(begin=self.scores.cost(), shares=shares, selects=True)
+
+
+def _check_parts(scores: RouterScores, balance: Balance) -> None:
+    if scores.num_routers != 1:
+        raise ValueError(
+            f"scores has {scores.num_routers} routers, but token choice asks one, before the loop: build it with "
+            "num_routers=1 and num_outputs= the number of depths."
+        )
+    if balance.num_depths not in (None, scores.num_outputs):
+        raise ValueError(
+            f"balance was built for {balance.num_depths} depths, but scores has {scores.num_outputs} outputs, one for "
+            f"each depth: build the balance for {scores.num_outputs}."
+        )

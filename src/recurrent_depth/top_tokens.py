@@ -1,5 +1,6 @@
 """Expert choice: of the tokens of a text those with the highest scores are taken, up to a capacity."""
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from recurrent_depth.router_scores import RouterScores
-from recurrent_depth.router_weights import RouterWeight
+from recurrent_depth.router_weights import RouterWeight, require_coefficient
 
 
 class Limit(NamedTuple):
@@ -51,6 +52,13 @@ class TopTokens(nn.Module):
         loss: coefficient of the cross-entropy.
         z_loss: coefficient of the mean squared score, 0 in the published recipe.
 
+    Raises:
+        ValueError: for scores or a predictor with more than one output, a predictor with another number of routers, a
+            weight that compares outputs, and a coefficient that is negative or not finite.
+
+    Warns:
+        UserWarning: if `loss` is 0, since nothing then teaches who is taken where decisions are causal.
+
     Reference: Bae et al., 2025, arXiv 2507.10524; Raposo et al., 2024, arXiv 2404.02258.
     """
 
@@ -64,7 +72,15 @@ class TopTokens(nn.Module):
         z_loss: float | int = 0.0,
     ):
         super().__init__()
-        self.scores, self.weight, self.predictor, self.loss, self.z_loss = scores, weight, predictor, loss, z_loss
+        _check_parts(scores, weight, predictor)
+        self.scores, self.weight, self.predictor = scores, weight, predictor
+        self.loss, self.z_loss = require_coefficient("loss", loss), require_coefficient("z_loss", z_loss)
+        if not self.loss:
+            warnings.warn(
+                "loss is 0, so nothing teaches the router who is taken outside of training, where a token decides "
+                "alone: keep it above 0 (0.001 is published), or don't evaluate or decode with this model.",
+                stacklevel=2,
+            )
 
     def forward(
         self,
@@ -73,9 +89,10 @@ class TopTokens(nn.Module):
         router: int,
         limit: Limit | None,
         *,
+        share: Float[Tensor, "batch token"],
         causal: bool,
     ) -> Choice:
-        """Who is taken of the active tokens; without a limit all of them."""
+        """Who is taken of the active tokens; without a limit all of them. `share` is that of `row_share`."""
         scores = self.scores(h, router)
         weight = self.weight(scores)[..., 0]
         if causal:
@@ -84,20 +101,39 @@ class TopTokens(nn.Module):
             told = scores if self.predictor is None else self.predictor(h, router)
             return Choice(active & (told[..., 0] > 0), weight, {})
         chosen = active if limit is None else highest(scores[..., 0], active, limit)
-        return Choice(chosen, weight, self._losses(h.detach(), active, chosen, router))
+        return Choice(chosen, weight, self._losses(h.detach(), active, chosen, router, share))
 
-    def _losses(self, h: Tensor, active: Tensor, chosen: Tensor, router: int) -> dict[str, Tensor]:
+    def _losses(self, h: Tensor, active: Tensor, chosen: Tensor, router: int, share: Tensor) -> dict[str, Tensor]:
         losses = {}
         if self.loss:
             told = (self.scores if self.predictor is None else self.predictor)(h, router)[..., 0]
-            losses["router"] = self.loss * choice_loss(told, chosen, active)
+            losses["router"] = self.loss * choice_loss(told, chosen, active, share)
         if self.z_loss:
-            losses["router_z"] = self.z_loss * z_loss(self.scores(h, router), active)
+            losses["router_z"] = self.z_loss * z_loss(self.scores(h, router), active, share)
         return losses
 
     def cost(self) -> int:
         """Matrix FLOPs per token of one router's decision, in training; its losses are left out."""
         return self.scores.cost()
+
+
+def _check_parts(scores: RouterScores, weight: RouterWeight, predictor: RouterScores | None) -> None:
+    for name, part in (("scores", scores), ("predictor", predictor or scores)):
+        if part.num_outputs != 1:
+            raise ValueError(
+                f"{name} gives {part.num_outputs} outputs, but must give one, by which tokens are ranked: build it "
+                "with num_outputs=1, or let tokens choose among depths with TokenChoice."
+            )
+    if predictor is not None and predictor.num_routers != scores.num_routers:
+        raise ValueError(
+            f"predictor has {predictor.num_routers} routers, but must have as many as scores, {scores.num_routers}: "
+            f"build it with num_routers={scores.num_routers}."
+        )
+    if weight.compares:
+        raise ValueError(
+            f"weight is {type(weight).__name__}, which compares a router's outputs, but there is only one, so that its "
+            "weight would never change: use SigmoidWeight() or RawWeight()."
+        )
 
 
 def highest(
@@ -112,16 +148,31 @@ def highest(
 
 
 def choice_loss(
-    logits: Float[Tensor, "batch token"], chosen: Bool[Tensor, "batch token"], active: Bool[Tensor, "batch token"]
+    logits: Float[Tensor, "batch token"],
+    chosen: Bool[Tensor, "batch token"],
+    active: Bool[Tensor, "batch token"],
+    share: Float[Tensor, "batch token"],
 ) -> Float[Tensor, ""]:
     """Binary cross-entropy against "was taken": the mean over each row's active tokens, then over rows."""
     loss = F.binary_cross_entropy_with_logits(logits, chosen.to(logits.dtype), reduction="none")
-    return row_mean(loss, active).mean()
+    return row_mean(share * loss, active).sum()
 
 
-def z_loss(scores: Float[Tensor, "batch token out"], active: Bool[Tensor, "batch token"]) -> Float[Tensor, ""]:
+def z_loss(
+    scores: Float[Tensor, "batch token out"],
+    active: Bool[Tensor, "batch token"],
+    share: Float[Tensor, "batch token"],
+) -> Float[Tensor, ""]:
     """`logsumexp(scores)²`: the mean over each row's active tokens, then over rows."""
-    return row_mean(scores.logsumexp(-1).square(), active).mean()
+    return row_mean(share * scores.logsumexp(-1).square(), active).sum()
+
+
+def row_share(h: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token"]:
+    """Each row's share of a mean over the rows, written at all of its tokens.
+
+    A router makes it once, of all rows, and keeps it as context: a step may be taken by some rows alone.
+    """
+    return torch.full_like(h[..., 0], 1 / len(h), dtype=torch.promote_types(h.dtype, torch.float32))
 
 
 def row_mean(
