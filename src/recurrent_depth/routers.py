@@ -107,13 +107,11 @@ class MixtureOfDepths(Router):
         if not 0 < capacity <= 1:
             raise ValueError(f"capacity is {capacity}, but must be above 0 and at most 1.")
         self.choose, self.capacity, self.every = choose, capacity, require_whole("every", every, at_least=1)
-        self.most = (choose.scores.num_routers + 1) * self.every - 1 if num_steps is None else self._all(num_steps)
+        self.most = (choose.scores.num_routers + 1) * self.every - 1 if num_steps is None else self._full(num_steps)
 
-    def _all(self, num_steps: int) -> int:
-        routed, routers = (
-            require_whole("num_steps", num_steps, at_least=1) // self.every,
-            self.choose.scores.num_routers,
-        )
+    def _full(self, num_steps: int) -> int:
+        routers = self.choose.scores.num_routers
+        routed = require_whole("num_steps", num_steps, at_least=1) // self.every
         if max(1, routed) != routers:
             raise ValueError(
                 f"num_steps is {num_steps}, of which {routed} are routed with every={self.every}, but there are "
