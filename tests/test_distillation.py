@@ -3,17 +3,25 @@
 import copy
 import math
 
+import jaxtyping
 import pytest
 import torch
 from battery import close, lively, tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributions import Categorical, kl_divergence
 from torch.testing import assert_close
 
 import recurrent_depth as rd
 
 MASK = torch.tensor([[False, False, True, True, True], [True] * 5])
+
+
+@pytest.fixture
+def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch):
+    """Without the hook of the tests, which would name a wrong shape before the library does."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def dense(num_blocks: int = 3) -> rd.RecurrentTransformer:
@@ -101,10 +109,13 @@ def test_padding_teaches_nothing():
         ({"align": {1: 1}}, "aligned where they weigh"),
         ({"states": 1.0, "align": {1: 4}}, "one of the teacher's 3 blocks"),
         ({"states": 1.0, "align": {0: 1}}, "a step from 1"),
+        ({"states": 1.0, "align": {"1": 1}}, "a step in align is '1', but must be a whole number"),
+        ({"states": 1.0, "align": {1: None}}, "a block in align is None, but must be a whole number"),
+        ({"states": 1.0, "align": [(1, 1)]}, "align is .*, but must map steps to the teacher's blocks"),
     ],
     ids=str,
 )
-def test_impossible_arguments_are_refused(arguments, message):
+def test_impossible_arguments_are_refused(as_a_user_runs_it, arguments, message):
     with pytest.raises(ValueError, match=message):
         rd.DistilledLoss(dense(), **arguments)
 
@@ -117,3 +128,31 @@ def test_what_cannot_be_compared_is_refused():
     model, x = tiny(rd.naive), torch.randint(23, (2, 5))
     with pytest.raises(ValueError, match="every_step=True"):
         rd.WithObjective(model, rd.DistilledLoss(dense(), states=1.0, align={1: 1}))(x)
+
+
+def test_a_teacher_that_is_no_model_is_refused(as_a_user_runs_it):
+    for call in (lambda x: rd.DistilledLoss(nn.Linear(2, 2)), lambda x: rd.taught(nn.Linear(2, 2), x)):
+        with pytest.raises(ValueError, match=r"teacher is .*Linear.*, but must be a RecurrentTransformer"):
+            call(torch.randint(23, (2, 5)))
+
+
+@pytest.mark.parametrize("width", [1, 16])
+def test_states_of_another_width_are_refused(as_a_user_runs_it, width):
+    ours, theirs = [torch.randn(2, 4, 8)] * 2, [torch.randn(2, 4, 8), torch.randn(2, 4, width)]
+    with pytest.raises(ValueError, match=rf"teacher's state 1 must be \(2, 4, 8\) like ours, got \(2, 4, {width}\)"):
+        rd.aligned_state_loss(ours, theirs)
+
+
+def test_a_mask_of_another_shape_is_refused(as_a_user_runs_it):
+    states, mask = [torch.randn(2, 4, 8)], torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"mask must be \(2, 4\) like the tokens, got \(2, 3\)"):
+        rd.aligned_state_loss(states, states, mask)
+    with pytest.raises(ValueError, match=r"mask must be \(2, 4\) like the tokens, got \(2, 3\)"):
+        rd.distillation_loss(states[0], states[0], mask)
+
+
+def test_states_aligned_with_steps_that_are_never_taken_warn():
+    model, x = tiny(rd.naive), torch.randint(23, (2, 5))
+    objective = rd.WithObjective(model, rd.DistilledLoss(dense(), states=1.0, align={9: 1}), every_step=True)
+    with pytest.warns(UserWarning, match=r"align names the steps \[9\], but this forward takes none of them"):
+        objective(x)

@@ -478,6 +478,13 @@ def test_bad_arguments_are_refused_by_name_value_and_range(name, make, value, mo
     assert str(error.value).endswith(".")
 
 
+@pytest.mark.parametrize("width", [1, 8])
+def test_a_learned_exit_refuses_a_state_of_another_width(width):
+    state = rd.initial_state(torch.randn(2, 3, 4))
+    with pytest.raises(ValueError, match=f"The state is 4 wide, but the exit was built for {width}"):
+        LearnedExit(width).hazard(None, state, lambda state: state.h, 0)
+
+
 def test_a_refusal_says_the_range():
     with pytest.raises(ValueError, match=r"^quantile is 1.5, but must be a finite number above 0 and at most 1\.$"):
         LearnedExit(4, quantile=1.5)

@@ -2,9 +2,12 @@
 
 import math
 import random
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -17,6 +20,9 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 import recurrent_depth as rd
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from live_bytes import LiveBytes
 
 DOUBLE = torch.float64
 
@@ -166,8 +172,9 @@ def test_gradients_reach_the_gates_at_once_and_all_else_once_these_have_moved():
 def test_it_is_zero_where_both_depths_agree():
     x = torch.randn(2, 5, 8)
     assert rd.consistency_loss(x, x) == 0
-    model, tokens = looped(), torch.randint(23, (2, 6))
-    loss = rd.WithConsistency(model)(tokens)
+    # Such a loop starts as the identity, so that every depth ends where it begins.
+    model, tokens = tiny(rd.loopformer), torch.randint(23, (2, 6))
+    loss = rd.WithConsistency(model)(tokens, 1)
     assert_close(loss, 1.1 * rd.next_token_loss(model(tokens), tokens))
 
 
@@ -212,6 +219,22 @@ def test_padding_leaves_the_loss():
     padded, mask = torch.cat([x.new_zeros(1, 3), x], dim=1), torch.arange(9)[None] >= 3
     loss = rd.WithConsistency(model)
     assert_close(loss(padded, 2, mask=mask), loss(x, 2))
+
+
+def peak(trained, *depth: int) -> int:
+    x = torch.randint(6000, (2, 16))
+    trained(x, *depth).backward()  # makes the gradients, which stay
+    with LiveBytes() as live:
+        trained(x, *depth).backward()
+    return live.peak
+
+
+def test_two_runs_hold_the_logits_of_one():
+    logits = 2 * 16 * 6000 * 4
+    model = tiny(rd.loopformer, rd.Layout(0, 1, 4, 0), dim=8, vocab_size=6000)
+    one, both = peak(rd.WithObjective(model)), peak(rd.WithConsistency(model), 2)
+    assert one > 2 * logits
+    assert both - one < logits
 
 
 # Compositions and cost
@@ -283,6 +306,33 @@ def test_numbers_that_cannot_be_are_refused():
     ):
         with pytest.raises(ValueError, match=name):
             build()
+
+
+@pytest.mark.parametrize("depth", [None, 4, 9, [2, 4], rd.Depth(4, grad_steps=1)], ids=str)
+def test_a_shallower_run_that_is_none_is_refused(depth):
+    with pytest.raises(ValueError, match=r"num_steps is .*, but the shallower run must take from 1 to 3, below full"):
+        rd.WithConsistency(looped())(torch.randint(23, (2, 6)), depth)
+
+
+def test_a_shallower_run_may_differ_by_row():
+    assert rd.WithConsistency(looped())(torch.randint(23, (2, 6)), [1, 3]).isfinite()
+
+
+def test_a_model_without_a_shallower_run_is_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
+    with pytest.raises(ValueError, match="num_steps of the model is 1, but must be a whole number of at least 2"):
+        rd.WithConsistency(tiny(rd.naive, rd.Layout(0, 1, 1, 0)))
+    with pytest.raises(ValueError, match=r"model is .*Linear.*, but must be a RecurrentTransformer"):
+        rd.WithConsistency(nn.Linear(2, 2))
+
+
+def test_what_cannot_be_compared_is_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
+    x = torch.randn(2, 4, 8)
+    with pytest.raises(ValueError, match=r"short must be \(2, 4, 8\) like long, got \(2, 4, 1\)"):
+        rd.consistency_loss(x, x[..., :1])
+    with pytest.raises(ValueError, match=r"mask must be \(2, 4\) like the tokens, got \(2, 3\)"):
+        rd.consistency_loss(x, x, torch.ones(2, 3, dtype=torch.bool))
 
 
 def test_the_hidden_width_is_an_argument():

@@ -1,5 +1,6 @@
 """The training loss: which tokens count, and one `forward` for model and loss."""
 
+import jaxtyping
 import pytest
 import torch
 from battery import close, lively, tiny
@@ -79,3 +80,12 @@ def test_an_objective_may_read_every_step():
 def test_a_single_token_has_no_next_one():
     with pytest.raises(ValueError, match="at least 2 long"):
         rd.next_token_loss(torch.randn(1, 1, 23), torch.zeros(1, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("objective", [rd.ExpectedExitLoss, rd.ExitGainLoss, rd.SampledExitLoss])
+def test_an_objective_of_exits_refuses_what_is_no_rule(objective, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
+    with pytest.raises(ValueError, match=r"rule is the class LearnedExit, but must be an ExitRule: give an instance"):
+        objective(rd.LearnedExit)
+    with pytest.raises(ValueError, match="rule is None, but must be an ExitRule"):
+        objective(None)

@@ -2,6 +2,7 @@
 
 import math
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -149,11 +150,15 @@ def test_it_trains_with_a_depth_for_each_row():
         ({"mean": 0}, "mean"),
         ({"mean": math.nan}, "mean"),
         ({"mean": 1e6}, "mean"),
+        ({"mean": None}, "mean is None"),
+        ({"mean": "8"}, "mean is '8'"),
+        ({"mean": True}, "mean is True"),
         ({"num_rows": 0}, "num_rows"),
         ({"grad_steps": 0}, "grad_steps"),
     ],
     ids=str,
 )
-def test_an_impossible_sampler_is_refused(arguments, name):
+def test_an_impossible_sampler_is_refused(arguments, name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
     with pytest.raises(ValueError, match=name):
         rd.PoissonDepthPerRow(**{"mean": 8, "num_rows": 4, "grad_steps": 4, **arguments})

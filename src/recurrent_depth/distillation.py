@@ -1,19 +1,21 @@
 """Training objectives with a teacher: its logits, and its hidden states where they are aligned with steps."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from recurrent_depth.borrowed import Borrowed
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.exit_objective import Mask, every_state
 from recurrent_depth.exits import require_number
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
-from recurrent_depth.objective import next_token_loss, with_auxiliary
+from recurrent_depth.objective import mean_of_real, next_token_loss, with_auxiliary
 from recurrent_depth.trajectory import Trajectory
 
 
@@ -29,7 +31,7 @@ def distillation_loss(
     Both are flattened by the temperature, and the loss multiplied by its square, so that gradients keep their size.
 
     Raises:
-        ValueError: if the temperature is not above 0, or the two are of different shapes.
+        ValueError: if the temperature is not above 0, the two are of different shapes, or the mask of another.
 
     Reference: Hinton et al., 2015, arXiv 1503.02531.
     """
@@ -38,7 +40,7 @@ def distillation_loss(
     temperature = require_number("temperature", temperature, above=0)
     student, wanted = (at_least_float32(x / temperature).log_softmax(-1) for x in (logits, teacher))
     divergence = F.kl_div(student, wanted, reduction="none", log_target=True).sum(-1)
-    return temperature**2 * _mean(divergence, mask)
+    return temperature**2 * mean_of_real(divergence, mask)
 
 
 def aligned_state_loss(
@@ -49,12 +51,15 @@ def aligned_state_loss(
     """The mean squared difference of states and the teacher's, pair by pair, over real tokens and features.
 
     Raises:
-        ValueError: if there are not as many of each, or none.
+        ValueError: if there are not as many of each, or none; if two that are paired, or the mask, differ in shape.
     """
     if not states or len(states) != len(teacher):
         raise ValueError(f"teacher holds {len(teacher)} states, but must hold one for each of {len(states)} >= 1.")
+    for i, (h, other) in enumerate(zip(states, teacher, strict=True)):
+        if h.shape != other.shape:
+            raise ValueError(f"teacher's state {i} must be {tuple(h.shape)} like ours, got {tuple(other.shape)}.")
     differences = [(at_least_float32(h) - other).square().mean(-1) for h, other in zip(states, teacher, strict=True)]
-    return _mean(torch.stack(differences).mean(0), mask)
+    return mean_of_real(torch.stack(differences).mean(0), mask)
 
 
 class Taught(NamedTuple):
@@ -70,7 +75,12 @@ class Taught(NamedTuple):
 
 
 def taught(teacher: RecurrentTransformer, tokens: Integer[Tensor, "batch token"], mask: Mask = None) -> Taught:
-    """Runs a model without gradients, and keeps its state after each block."""
+    """Runs a model without gradients, and keeps its state after each block.
+
+    Raises:
+        ValueError: if `teacher` is no `RecurrentTransformer`, which a dense one is as well.
+    """
+    _check_teacher(teacher)
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: tuple, out: Tensor) -> None:
@@ -100,13 +110,15 @@ class DistilledLoss(nn.Module):
         logits: the weight of the divergence.
         states: the weight of the states' distance.
         align: for the number of steps taken, the number of the teacher's blocks whose output the state then should
-            equal, such as `{1: 4, 2: 8, 3: 12}`; steps that a forward does not take are left out.
+            equal, such as `{1: 4, 2: 8, 3: 12}`; steps that a forward does not take are left out, with a warning
+            where it takes none of them.
         temperature: flattens both distributions.
 
     Raises:
-        ValueError: if a number is not finite, the temperature not above 0, `states` is given without `align` or the
-            other way round, or `align` names a block that the teacher does not have; in a forward, if states are
-            aligned and the trajectory kept not every step.
+        ValueError: if the teacher is no `RecurrentTransformer`, a number is not finite, the temperature not above 0,
+            `states` is given without `align` or the other way round, or `align` is no mapping of steps from 1 to blocks
+            that the teacher has; in a forward, if states are aligned and the trajectory kept not every step, or the
+            teacher's states have another width.
 
     Reference: the logits of Bae et al., 2024, arXiv 2410.20672 (RRT).
     """
@@ -121,9 +133,10 @@ class DistilledLoss(nn.Module):
         temperature: float | int = 1.0,
     ):
         super().__init__()
+        _check_teacher(teacher)
         self.teacher = Borrowed(teacher)
         self.weights = require_number("logits", logits), require_number("states", states)
-        self.temperature, self.align = require_number("temperature", temperature, above=0), dict(align or {})
+        self.temperature, self.align = require_number("temperature", temperature, above=0), _checked_align(align)
         if bool(states) != bool(self.align):
             raise ValueError(
                 f"states is {states} and align {align}: states are aligned where they weigh, or not at all."
@@ -143,14 +156,25 @@ class DistilledLoss(nn.Module):
         loss = next_token_loss(output, tokens, mask)
         loss = loss + self.weights[0] * distillation_loss(output, said.logits, mask, temperature=self.temperature)
         pairs = [(step, block) for step, block in self.align.items() if step <= trajectory.num_steps]
+        if self.align and not pairs:
+            named = f"align names the steps {sorted(self.align)}"
+            warnings.warn(f"{named}, but this forward takes none of them: its states weigh nothing.", stacklevel=2)
         if pairs:
             ours = [every_state(trajectory)[step - 1].h for step, _ in pairs]
             loss = loss + self.weights[1] * aligned_state_loss(ours, [said.states[b - 1] for _, b in pairs], mask)
         return with_auxiliary(loss, trajectory)
 
 
-def _mean(losses: Float[Tensor, "batch token"], mask: Bool[Tensor, "batch token"] | Tensor | None) -> Tensor:
-    if mask is None:
-        return losses.mean()
-    real = mask.bool()
-    return losses.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+def _check_teacher(teacher: object) -> None:
+    require_instance("teacher", teacher, RecurrentTransformer, "rd.dense(...)")
+
+
+def _checked_align(align: object) -> dict[int, int]:
+    if align is None:
+        return {}
+    if not isinstance(align, Mapping):
+        raise ValueError(f"align is {align!r}, but must map steps to the teacher's blocks, such as {{1: 4, 2: 8}}.")
+    return {
+        require_whole("a step in align", step): require_whole("a block in align", block)
+        for step, block in align.items()
+    }

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from recurrent_depth.depth import require_instance
 from recurrent_depth.exits import ExitRule, exit_law, require_number
 from recurrent_depth.objective import (
     IGNORED,
@@ -51,13 +52,15 @@ class ExpectedExitLoss(nn.Module):
         entropy: the weight of the entropy, in nats; 0.1, then 0.05 in the source.
 
     Raises:
-        ValueError: if `entropy` is no finite number; in a forward, if the trajectory kept not every step.
+        ValueError: if `rule` is no exit rule, or `entropy` no finite number; in a forward, if the trajectory kept not
+            every step.
 
     Reference: Zhu et al., 2025, arXiv 2510.25741.
     """
 
     def __init__(self, rule: ExitRule, *, entropy: float | int = 0.05):
         super().__init__()
+        require_instance("rule", rule, ExitRule)
         self.rule, self.entropy = rule, require_number("entropy", entropy)
 
     def forward(
@@ -85,13 +88,15 @@ class ExitGainLoss(nn.Module):
         threshold: the gain, in nats, at which going on is as good as leaving.
 
     Raises:
-        ValueError: if a number is not finite; in a forward, if the trajectory kept not every step.
+        ValueError: if `rule` is no exit rule, or a number is not finite; in a forward, if the trajectory kept not every
+            step.
 
     Reference: Zhu et al., 2025, arXiv 2510.25741.
     """
 
     def __init__(self, rule: ExitRule, *, sharpness: float | int = 50.0, threshold: float | int = 0.005):
         super().__init__()
+        require_instance("rule", rule, ExitRule)
         self.rule = rule
         self.sharpness, self.threshold = (
             require_number("sharpness", sharpness),
@@ -122,11 +127,12 @@ class SampledExitLoss(nn.Module):
     learn by `ExitGainLoss`. The draw is from the global RNG.
 
     Raises:
-        ValueError: in a forward, if the trajectory kept not every step.
+        ValueError: if `rule` is no exit rule; in a forward, if the trajectory kept not every step.
     """
 
     def __init__(self, rule: ExitRule):
         super().__init__()
+        require_instance("rule", rule, ExitRule)
         self.rule = rule
 
     def forward(

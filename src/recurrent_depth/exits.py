@@ -140,7 +140,8 @@ class LearnedExit(ExitRule):
         norm: what is applied to the state before; nothing by default. The source reads the state behind the final norm.
 
     Raises:
-        ValueError: if `dim` is below 1, `quantile` not above 0 and at most 1, or `bias` no finite number.
+        ValueError: if `dim` is below 1, `quantile` not above 0 and at most 1, or `bias` no finite number; at a step, if
+            the state has another width.
 
     Reference: Ouro, Zhu et al., 2025, arXiv 2510.25741.
     """
@@ -160,8 +161,11 @@ class LearnedExit(ExitRule):
         nn.init.constant_(self.bias, self.initial_bias)
 
     def hazard(self, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
+        x = self.norm(state.h)
+        if x.shape[-1] != self.linear.in_features:
+            raise ValueError(f"The state is {x.shape[-1]} wide, but the exit was built for {self.linear.in_features}.")
         # A sum of products, since autocast would make a matrix product of them, in bfloat16.
-        products = at_least_float32(self.norm(state.h)) * at_least_float32(self.linear.weight)
+        products = at_least_float32(x) * at_least_float32(self.linear.weight)
         return carry, torch.sigmoid(products.sum(-1) + at_least_float32(self.bias))
 
 

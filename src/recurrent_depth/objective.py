@@ -73,6 +73,22 @@ def token_losses(
     return losses.view(targets.shape)
 
 
+def mean_of_real(
+    losses: Float[Tensor, "batch token"], mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None
+) -> Float[Tensor, ""]:
+    """The mean over all real tokens; 0 where there are none.
+
+    Raises:
+        ValueError: if the mask is not of the tokens' shape.
+    """
+    if mask is None:
+        return losses.mean()
+    if mask.shape != losses.shape:
+        raise ValueError(f"mask must be {tuple(losses.shape)} like the tokens, got {tuple(mask.shape)}.")
+    real = mask.bool()
+    return losses.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+
+
 def with_auxiliary(loss: Float[Tensor, ""], trajectory: Trajectory) -> Float[Tensor, ""]:
     """The loss and the auxiliary ones of the loop and the blocks, added up; to be called after the outputs are read."""
     return torch.stack([loss, *trajectory.losses.values()]).sum()

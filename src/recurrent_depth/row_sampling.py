@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from recurrent_depth.depth import Depth, optional_steps, require_whole
+from recurrent_depth.exits import require_number
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, draw_poisson, expected_lack, generator_of
 
 
@@ -29,8 +30,7 @@ class PoissonDepthPerRow(DepthSampler):
         require_whole("num_rows", self.num_rows, at_least=1)
         optional_steps("grad_steps", self.grad_steps)
         require_whole("seed", self.seed)
-        if not 0 < self.mean <= 500:
-            raise ValueError(f"mean is {self.mean!r}, but must be above 0 and at most 500.")
+        require_number("mean", self.mean, above=0, at_most=500)
 
     def __call__(self, draw: int) -> Depth:
         generator = generator_of(self.seed, draw)
