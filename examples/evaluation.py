@@ -27,7 +27,7 @@ def evaluate(model: rd.RecurrentTransformer, windows: Tensor, depths: Sequence[i
     """Runs the model once over the windows and reads its loss at each of `depths`; draws no random numbers."""
     training = model.training
     model.eval()
-    device = model.norm.weight.device
+    device = model.embed.token.weight.device
     losses, gates = torch.zeros(len(depths), dtype=torch.float64), torch.zeros(max(depths), dtype=torch.float64)
     for part in windows.split(batch_size):
         tokens = part.to(device)

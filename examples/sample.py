@@ -84,7 +84,7 @@ def continuation(model: rd.RecurrentTransformer, tokens: list[int], arguments: A
     sampling = rd.Sampling(arguments.temperature or 1.0, arguments.top_k, arguments.top_p)
     new = rd.stream(
         model,
-        torch.tensor([tokens], device=model.norm.weight.device),
+        torch.tensor([tokens], device=model.embed.token.weight.device),
         max_new_tokens=room(model, tokens, arguments.max_new_tokens),
         num_steps=arguments.num_steps,
         kv=POLICIES[arguments.kv](),

@@ -90,7 +90,7 @@ GOLDEN = {
         [*around(SANDWICH_BLOCK), INJECTION, GATE, TWO_NORMS, "embed.token.weight norm.weight head.linear.weight"],
     ),
     "huginn": (rd.huginn, [*around(SANDWICH_BLOCK), ADAPTER, "embed.token.weight norm.weight"]),
-    "ouro": (rd.ouro, [*around(SANDWICH_BLOCK), "embed.token.weight norm.weight"]),
+    "ouro": (rd.ouro, [*around(SANDWICH_BLOCK), "embed.token.weight core.update.norm.weight norm.weight"]),
     "albert": (
         lambda layout, **sizes: rd.albert(layout.num_steps, **sizes),
         [*around(GPT2_BLOCK, prelude=0, coda=0), POSITIONED, "embed.project.weight head.project.weight"],

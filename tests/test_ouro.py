@@ -1,6 +1,5 @@
 """Ouro: its equations, and the objectives that read every step against their written forms."""
 
-import copy
 import math
 import sys
 from functools import partial
@@ -76,32 +75,130 @@ def test_the_exit_reads_exactly_what_the_head_reads():
         assert_close(state.h @ model.embed.token.weight.T, trajectory.after(step + 1))
 
 
-def test_the_norm_has_one_name_and_stays_one_when_the_model_is_copied():
-    model, x = some()
-    assert [name for name in model.state_dict() if name.endswith("norm.weight")] == ["norm.weight"]
-    assert model.core.update.norm.module is model.norm
-    other = copy.deepcopy(model)
-    assert other.core.update.norm.module is other.norm
-    assert other.norm is not model.norm
-    with torch.no_grad():
-        other.norm.weight.mul_(2)
-    assert not torch.equal(other.trajectory(x).states[-1].h, model.trajectory(x).states[-1].h)
-    assert_close(model(x), model(x))
+@pytest.mark.parametrize("num_coda", [0, 1])
+def test_the_loop_owns_its_norm_and_only_a_coda_has_another_one_behind_it(num_coda):
+    model, x = some(layout=rd.Layout(0, 2, 4, num_coda))
+    names = [name for name in model.state_dict() if name.endswith(".norm.weight") or name == "norm.weight"]
+    assert names == ["core.update.norm.weight", "norm.weight"][: 1 + num_coda]
+    state = model.trajectory(x).states[-1]
+    h = model.coda(state.h, rd.At(torch.arange(7)[None]))
+    assert_close(model(x), model.head(model.norm(h), model.embed.token.weight))
 
 
 def test_one_loop_is_the_dense_model():
     model, x = some()
     dense = tiny(partial(rd.naive, form=partial(rd.LlamaForm, arrangement=rd.BranchSandwich)), LAYOUT).eval()
-    dense.load_state_dict(model.state_dict())
+    dense.load_state_dict({name.replace("core.update.norm", "norm"): w for name, w in model.state_dict().items()})
     assert_close(model(x, 1), dense(x, 1))
     assert not torch.allclose(model(x, 2), dense(x, 2), rtol=1e-2)
 
 
 def test_the_norm_behind_each_step_wraps_any_update():
-    model, x = some(partial(rd.grt, update=lambda dim: rd.NormEachStep(rd.gated(dim), RMSNorm(dim))))
-    for state in model.trajectory(x, every_step=True).states:
-        assert_close(model.core.update.norm(state.carry.h), state.h)
+    model, x = some(partial(rd.grt, update=partial(norm_each, inner=rd.gated)))
+    update, begun = model.core.update, model.begin(x)
+    state = begun.state
+    for step, after in enumerate(model.trajectory(x, every_step=True).states):
+        bare = rd.RecurrentCore(model.core.stack, update.inner).step(state, begun.at, step)
+        state = bare._replace(h=update.norm(bare.h))
+        assert_close(after.h, state.h)
+        assert torch.equal(update.read(after), after.h)
     assert "core.update.norm.weight" in model.state_dict()
+
+
+# What wraps it has its say
+
+
+def norm_each(dim: int, inner=rd.plain) -> rd.DepthUpdate:
+    return rd.NormEachStep(inner(dim), RMSNorm(dim))
+
+
+halting_norm = partial(rd.halted, inner=norm_each)
+WRAPPED = {
+    "halted": partial(rd.grt, update=partial(halting_norm, bias=-3.0)),
+    "expert choice": partial(rd.mor, update=norm_each),
+    "token choice": partial(rd.mor, update=norm_each, router=rd.token_choice, combine=rd.Interpolate),
+    "ple": partial(rd.ple, size=8, update=norm_each),
+}
+UNITS = {
+    "halted": "unit.linear.weight",
+    "expert choice": "choose.scores.weight",
+    "token choice": "router.scores.weight",
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_unit_and_a_router_around_it_learn_from_the_text(name):
+    model, x = some(WRAPPED[name])
+    rd.next_token_loss(model.train()(x), x).backward()
+    (grad,) = (weight.grad for at, weight in model.named_parameters() if at.endswith(UNITS[name]))
+    assert (grad.abs().amax(-1) > 1e-6).all()  # of the last step's router too
+
+
+@pytest.mark.parametrize("build", WRAPPED.values(), ids=WRAPPED)
+def test_what_is_read_is_what_the_wrapper_made_of_the_state(build):
+    model, x = some(build)
+    state = model.trajectory(x).states[-1]
+    there, elsewhere = (model.core.update.read(state._replace(h=h)) for h in (state.h, state.h + 1))
+    assert not torch.allclose(there, elsewhere)
+
+
+class Weighing(rd.Router):
+    """Picks the even tokens, all of them where `everyone`, and gives them a weight."""
+
+    def __init__(self, weight: float, *, everyone: bool):
+        super().__init__()
+        self.weight, self.everyone = weight, everyone
+
+    def begin(self, h, call):
+        return rd.RouterState()
+
+    def forward(self, h, state, real, step, *, causal):
+        even = torch.arange(0, h.shape[1], 2).expand(len(h), -1)
+        weight = torch.full(h.shape[:2], self.weight)
+        return rd.Routing(real, None if self.everyone else rd.Pick(even), weight)
+
+    def cost(self, num_steps):
+        return rd.UpdateCost(shares=(1.0,) * num_steps)
+
+
+def routed_core(weight: float, *, everyone: bool) -> rd.RecurrentCore:
+    update = rd.RoutedUpdate(norm_each(16), Weighing(weight, everyone=everyone), rd.Interpolate())
+    return lively(rd.RecurrentCore([rd.LlamaForm(16, 2).block()], update))
+
+
+def test_a_token_with_weight_0_or_not_picked_reads_as_the_anchor():
+    x = torch.randn(2, 7, 16)
+    assert_close(routed_core(0.0, everyone=True)(x, 3), x)
+    picked = routed_core(1.0, everyone=False)(x, 3)
+    assert torch.equal(picked[:, 1::2], x[:, 1::2])
+    assert not torch.allclose(picked[:, ::2], x[:, ::2])
+
+
+def test_weight_1_for_everyone_is_the_norm_at_each_step():
+    core, x = routed_core(1.0, everyone=True), torch.randn(2, 7, 16)
+    assert_close(core(x, 3), rd.RecurrentCore(core.stack, core.update.inner)(x, 3), **close)
+
+
+def test_halting_around_it_weighs_normed_states():
+    model, x = some(partial(rd.grt, update=partial(halting_norm, bias=-1.0)))
+    states = model.trajectory(x, every_step=True).states
+    mixed = [states[0].carry.weight[..., None] * states[0].h]
+    mixed += [mixed[0] + (1 - states[0].carry.mass)[..., None] * states[0].h]
+    assert_close(model.core.update.read(states[0]), mixed[1], **close)
+    assert_close(states[1].carry.mixture, mixed[0], **close)
+
+
+def test_the_last_steps_embedding_around_it_matters():
+    model, x = some(WRAPPED["ple"])
+    rd.next_token_loss(model(x), x).backward()
+    slices = model.core.update.embedding.table.weight.grad.unflatten(-1, (-1, 8))
+    assert (slices.abs().amax(dim=(0, 2)) > 1e-6).all()
+
+
+@pytest.mark.parametrize("inner", [rd.halted, lambda dim: tiny(rd.mor).core.update], ids=["halted", "mor"])
+def test_around_tokens_that_take_no_step_it_is_refused(inner):
+    with pytest.raises(ValueError, match=r"put the norm inside, (Halting|Routed)Update\(NormEachStep\("):
+        norm_each(16, inner)
 
 
 def test_a_published_size():

@@ -104,7 +104,7 @@ def ouro(w: Weights, tokens, num_heads: int, num_steps: int) -> tuple[list[np.nd
     """The normed state after each loop, and the logits after each."""
     h, states = w["embed.token.weight"][tokens], []
     for _ in range(num_steps):
-        h = rms(stack(branch_sandwich, w, "core.stack", h, num_heads, 10000.0), w["norm.weight"])
+        h = rms(stack(branch_sandwich, w, "core.stack", h, num_heads, 10000.0), w["core.update.norm.weight"])
         states.append(h)
     return states, [h @ w["embed.token.weight"].T for h in states]
 

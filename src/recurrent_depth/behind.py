@@ -1,13 +1,12 @@
 """Updates that wrap another one and put a module behind it: behind each step, or behind the last."""
 
-from typing import NamedTuple
-
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.blocks import linear_cost
-from recurrent_depth.contracts import Call, Tree, UpdateCost
+from recurrent_depth.contracts import Call, UpdateCost
+from recurrent_depth.halting import HaltingUpdate
+from recurrent_depth.routing import RoutedUpdate
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate
 
@@ -44,51 +43,53 @@ class BehindLoop(DepthUpdate):
         return cost._replace(begin=cost.begin + linear_cost(self.module).linear)
 
 
-class Unnormed(NamedTuple):
-    """What is carried beside the normed state.
-
-    Attributes:
-        h: the state before its norm.
-        inner: what the inner update carries.
-    """
-
-    h: Float[Tensor, "batch token dim"]
-    inner: Tree
-
-
 class NormEachStep(DepthUpdate):
     """Another update, whose state is normed after every step: `h <- norm(step(h))`.
 
-    The normed state is what the next step starts from and what an exit rule reads. The coda gets the state before the
-    norm, so that with `Borrowed(model.norm)` here the model's final norm gives the same normed state, and not one that
-    is normed twice.
+    The normed state is what the next step starts from, what an exit rule reads, and what is read behind the loop. A
+    model without coda then needs no final norm: give it `nn.Identity()`, as `ouro` does, so that nothing is normed
+    twice. To halt or route tokens put the norm inside, `RoutedUpdate(NormEachStep(update, norm), ...)`: around them it
+    would norm those that take no step again and again.
 
     Args:
         inner: the update.
         norm: called as `norm(h)`.
+
+    Raises:
+        ValueError: if a part of `inner` halts or routes tokens.
 
     Reference: Ouro, Zhu et al., 2025, arXiv 2510.25741.
     """
 
     def __init__(self, inner: DepthUpdate, norm: nn.Module):
         super().__init__()
+        _check_all_step(inner)
         self.inner, self.norm = inner, norm
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The inner update's, not normed."""
-        state = self.inner.begin(anchor, call)
-        return state._replace(carry=Unnormed(torch.zeros_like(state.h), state.carry))
+        return self.inner.begin(anchor, call)
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """The inner update's step, then the norm."""
-        after = self.inner(state._replace(carry=state.carry.inner), blocks, step)
-        h = self.norm(after.h).to(after.h.dtype)
-        return after._replace(h=h, carry=Unnormed(after.h, after.carry))
+        after = self.inner(state, blocks, step)
+        return after._replace(h=self.norm(after.h).to(after.h.dtype))
 
     def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
-        """What the inner update reads of the state before its norm."""
-        return self.inner.read(state._replace(h=state.carry.h, carry=state.carry.inner))
+        """What the inner update reads of the normed state."""
+        return self.inner.read(state)
 
     def cost(self, num_steps: int) -> UpdateCost:
         """The inner update's: norms are not counted."""
         return self.inner.cost(num_steps)
+
+
+def _check_all_step(inner: DepthUpdate) -> None:
+    """Refuses updates in which some tokens take no step: which ones, a wrapper cannot see."""
+    for part in inner.modules():
+        if isinstance(part, HaltingUpdate | RoutedUpdate):
+            name = type(part).__name__
+            raise ValueError(
+                f"inner holds a {name}, whose idle tokens would be normed again at every step: put the norm inside, "
+                f"{name}(NormEachStep(update, norm), ...)."
+            )

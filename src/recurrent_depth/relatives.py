@@ -91,17 +91,17 @@ def ouro(
 ) -> RecurrentTransformer:
     """Ouro: the whole stack is looped, with the final norm at the end of every loop.
 
-    The norm's output is both what an exit reads and what the next loop starts from. The source has neither prelude nor
-    coda, such as `0+24×4+0`; with a coda, it reads the state before the norm. Train it with `every_step_loss` or
-    `ExpectedExitLoss`; the learned exit belongs to that objective, not to the model.
+    The norm's output is what the head reads, what an exit reads, and what the next loop starts from. The source has
+    neither prelude nor coda, such as `0+24×4+0`; a coda reads the normed state, and has a norm of its own behind it.
+    Train it with `every_step_loss` or `ExpectedExitLoss`; the learned exit belongs to that objective, not to the model.
 
     The other arguments and the errors are those of `grt`.
 
     Reference: Zhu et al., 2025, arXiv 2510.25741.
     """
     parts = form(dim, num_heads)
-    norm = parts.norm()
-    update = NormEachStep(plain(dim), Borrowed(norm))
+    update = NormEachStep(plain(dim), parts.norm())
+    norm = parts.norm() if layout.coda else nn.Identity()
     return assemble(layout, parts, update, vocab_size=vocab_size, context_length=context_length, norm=norm)
 
 
