@@ -398,6 +398,17 @@ def test_rows_leave_in_decoding_when_their_token_has_halted():
     assert [call for call in calls if call[1] == 1] == [(2, 1)] * 2 * 4  # two steps of three for each new token
 
 
+def test_the_exit_finds_a_halting_update_that_is_routed():
+    update = partial(rd.halted, inner=rd.gated, bias=1.0)
+    model = lively(tiny(rd.mor, update=update, combine=rd.Interpolate), 0.1).eval()
+    x, rule = torch.randint(23, (2, 7)), rd.TokenHalted()
+    trajectory = model.trajectory(x, every_step=True)
+    found = rd.exit_hazards(rule, trajectory)
+    assert_close(found, torch.stack([(state.carry.inner.mass >= 1).float() for state in trajectory.states]))
+    assert found.mean() not in (0, 1)
+    assert rd.generate(model, x, max_new_tokens=3, exit=rule).shape == (2, 10)
+
+
 def test_decoding_with_keep_all_is_the_forward_without_a_cache_where_tokens_halt_apart():
     model = universal(bias=0.0).double()
     x = torch.randint(23, (2, 9))
@@ -423,6 +434,20 @@ def test_decoding_with_keep_all_is_the_forward_without_a_cache_where_tokens_halt
 def test_what_cannot_be_is_refused(changes, says):
     with pytest.raises(ValueError, match=says):
         rd.halted(8, **changes)
+
+
+@pytest.mark.parametrize(
+    "build, carries",
+    [(rd.grt, "nothing"), (rd.mesh, "Tensor"), (rd.mor, "Routed"), (partial(rd.grt, update=rd.damped), "FirstPass")],
+    ids=["grt", "mesh", "mor", "damped"],
+)
+def test_the_exit_is_refused_where_tokens_do_not_halt(build, carries):
+    model, x = tiny(build).eval(), torch.randint(23, (2, 7))
+    says = rf"TokenHalted reads .*, but this update carries {carries}: build the model with update=rd.halted"
+    with pytest.raises(ValueError, match=says):
+        rd.generate(model, x, max_new_tokens=2, exit=rd.TokenHalted())
+    with pytest.raises(ValueError, match=says):
+        rd.ExpectedExitLoss(rd.TokenHalted())(model.trajectory(x, every_step=True), x)
 
 
 def test_sizes_that_cannot_be_are_refused():

@@ -144,16 +144,33 @@ class HaltingUpdate(DepthUpdate):
 
 
 class TokenHalted(ExitRule):
-    """A row leaves when its token has halted; the model's update must be a `HaltingUpdate`.
+    """A row leaves when its token has halted; the model's update must be a `HaltingUpdate`, or wrap one.
 
     Later tokens then see the last keys and values that it made, where without leaving they see those that its frozen
     state makes at every later step: texts can differ.
 
     What it costs: nothing.
+
+    Raises:
+        ValueError: when it is asked, if the model's tokens don't halt.
     """
 
     def hazard(self, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
-        return carry, (state.carry.mass >= 1).to(state.carry.mass)
+        mass = _halting(state.carry).mass
+        return carry, (mass >= 1).to(mass)
+
+
+def _halting(carry: Tree) -> Halting:
+    """What a `HaltingUpdate` carries: all of this, or one part of what a wrapper carries beside it."""
+    parts = carry if isinstance(carry, tuple) and not isinstance(carry, Halting) else (carry,)
+    found = [part for part in parts if isinstance(part, Halting)]
+    if len(found) != 1:
+        held = type(carry).__name__ if parts else "nothing"
+        raise ValueError(
+            f"TokenHalted reads the Halting that a HaltingUpdate carries, but this update carries {held}: build the "
+            "model with update=rd.halted."
+        )
+    return found[0]
 
 
 def _share(like: Tensor, call: Call) -> Tensor:
