@@ -469,10 +469,12 @@ def test_more_steps_than_corrections_are_refused_and_never_taken_in_turn():
     model = rrt()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match="4 steps asked for, but the relaxation was built for 3"):
-            model(X, 4)
-        with pytest.raises(ValueError, match="built for 3"):
-            model(X, [1, 4])
+        says = "step 4 has no correction, since they were made for 3 steps: ask for at most num_steps=3"
+        for num_steps in (4, 8, [1, 5]):
+            with pytest.raises(ValueError, match=says):
+                model(X, num_steps)
+        with pytest.raises(ValueError, match=says):
+            rd.generate(model.eval(), X, max_new_tokens=2, num_steps=7)
 
 
 @pytest.mark.parametrize(

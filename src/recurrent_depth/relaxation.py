@@ -73,7 +73,10 @@ class StepCorrections(nn.Module):
     def at(self, module: nn.Module, step: int) -> dict[str, Tensor]:
         """What a step puts into the module: factors by the names under which the layers read them, and vectors."""
         if step >= self.num_steps:
-            raise ValueError(f"{step + 1} steps asked for, but the relaxation was built for {self.num_steps}.")
+            raise ValueError(
+                f"step {step + 1} has no correction, since they were made for {self.num_steps} steps: ask for at most "
+                f"num_steps={self.num_steps}."
+            )
         place = max(step - self.first, 0)
         factors = {
             _path(module, at, name): x for at, layer in self.layers.items() for name, x in layer.at(place).items()
