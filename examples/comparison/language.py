@@ -92,7 +92,7 @@ OTHERS = {
     "grt-isoparams": grt(rd.Layout(1, 10, 2, 1), label="GRT, isoPARAMS", rate_of=None),
     "naive-isoparams": Method("naive loop, isoPARAMS", partial(rd.naive, rd.Layout(0, 12, 2, 0))),
     "mod": Method("MoD", partial(rd.mod, PLAIN), full_depth),
-    "universal": Method("Universal Transformer, ACT", partial(rd.universal, NAIVE), full_depth),
+    "universal": Method("Universal Transformer, ACT", partial(rd.universal, NAIVE), full_depth, init_std=None),
     "albert": Method("ALBERT", partial(rd.albert, 12, inner_dim=32)),
     "parcae": Method("Parcae", partial(rd.parcae, PLAIN, form=rd.GPT2Form), per_row),
     "mesh": Method("MeSH", partial(rd.mesh, PLAIN), full_depth),

@@ -1,6 +1,7 @@
 """One small builder per published design. Assembly only: every choice is a part."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from beartype import beartype
 from torch import nn
@@ -16,6 +17,8 @@ from recurrent_depth.injection import ConcatProjection, GaussianNoise, KeepState
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.update import DepthUpdate, GatedDepthUpdate, ReplaceState
 from recurrent_depth.weight_start import WeightStart
+
+Part = TypeVar("Part", bound=nn.Module)
 
 UpdateFactory = Callable[[int], DepthUpdate]
 """Makes an update for a width: `gated`, `plain`, or a `functools.partial` of them."""
@@ -84,7 +87,7 @@ def grt(
     Reference: Hegazy et al., 2026, arXiv 2608.15062.
     """
     return assemble(
-        layout, form(dim, num_heads), _made(update, dim), vocab_size=vocab_size, context_length=context_length
+        layout, form(dim, num_heads), made("update", update, dim), vocab_size=vocab_size, context_length=context_length
     )
 
 
@@ -123,13 +126,18 @@ def dense(
     return assemble(layout, form(dim, num_heads), plain(dim), vocab_size=vocab_size, context_length=context_length)
 
 
-def _made(factory: UpdateFactory, dim: int) -> DepthUpdate:
+def made(
+    name: str, factory: Callable[..., Part], *sizes: int, example: str = "rd.gated or partial(rd.gated, bias=0.0)"
+) -> Part:
+    """The part that a builder's argument makes for these sizes.
+
+    Raises:
+        ValueError: if the argument is a part, rather than what makes one.
+    """
     if isinstance(factory, nn.Module):
-        raise ValueError(
-            f"update must make an update for a width, such as rd.gated or partial(rd.gated, bias=0.0); got a "
-            f"{type(factory).__name__}, which is made already."
-        )
-    return factory(dim)
+        kind = type(factory).__name__
+        raise ValueError(f"{name} must be what makes the part, such as {example}; got {kind}, which is made already.")
+    return factory(*sizes)
 
 
 def assemble(

@@ -92,6 +92,14 @@ class ScaledTable(nn.Embedding):
         return self.scale * super().forward(tokens)
 
 
+def scaled(embedding: Embedding, scale: float) -> Embedding:
+    """The embedding with its tables scaled: learned positions too, which would start unheard beside the tokens."""
+    for name, table in list(embedding.named_children()):
+        if isinstance(table, nn.Embedding):
+            setattr(embedding, name, ScaledTable(table.num_embeddings, table.embedding_dim, scale=scale))
+    return embedding
+
+
 def check_learned(positions: Int[Tensor, "#batch token"], num_tokens: int, num_positions: int) -> None:
     """Raises a ValueError where a token stands at no learned position; looks at positions on CPU only."""
     low, high = 0, num_tokens - 1

@@ -12,7 +12,7 @@ from recurrent_depth.borrowed import Borrowed
 from recurrent_depth.builders import assemble, plain
 from recurrent_depth.depth import Layout, require_whole
 from recurrent_depth.diagonal import DiagonalInjection, SquareMap
-from recurrent_depth.embedding import Embedding, ScaledTable
+from recurrent_depth.embedding import scaled
 from recurrent_depth.factorised import FactorisedEmbedding, FactorisedHead
 from recurrent_depth.forms import Form, GPT2Form, LlamaForm
 from recurrent_depth.injection import ConcatProjection
@@ -73,7 +73,7 @@ def huginn(
         BehindLoop(update, Borrowed(norm)),
         vocab_size=vocab_size,
         context_length=context_length,
-        embed=_scaled(parts.embedding(vocab_size, context_length), math.sqrt(dim)),
+        embed=scaled(parts.embedding(vocab_size, context_length), math.sqrt(dim)),
         norm=norm,
         start=WeightStart(std, truncated_normal),
     )
@@ -190,11 +190,3 @@ def parcae(
 def _check_sizes(vocab_size: int, context_length: int) -> None:
     require_whole("vocab_size", vocab_size, at_least=1)
     require_whole("context_length", context_length, at_least=1)
-
-
-def _scaled(embedding: Embedding, scale: float) -> Embedding:
-    """The embedding with its tables scaled: learned positions too, which would start unheard beside the tokens."""
-    for name, table in list(embedding.named_children()):
-        if isinstance(table, nn.Embedding):
-            setattr(embedding, name, ScaledTable(table.num_embeddings, table.embedding_dim, scale=scale))
-    return embedding

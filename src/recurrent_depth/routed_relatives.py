@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from beartype import beartype
 
 from recurrent_depth.balance import BalanceLoss
-from recurrent_depth.builders import UpdateFactory, assemble, plain
+from recurrent_depth.builders import UpdateFactory, assemble, made, plain
 from recurrent_depth.capacity import falling_capacities
 from recurrent_depth.depth import Layout
 from recurrent_depth.forms import Form, GPT2Form
@@ -17,6 +17,7 @@ from recurrent_depth.routers import ExpertChoice, MixtureOfDepths
 from recurrent_depth.routing import AddWeighted, Combination, Interpolate, RoutedUpdate
 from recurrent_depth.token_choice import TokenChoice
 from recurrent_depth.top_tokens import TopTokens
+from recurrent_depth.update import DepthUpdate
 
 RouterFactory = Callable[[int, int], Router]
 """Makes a router for a width and a number of steps: `expert_choice`, `token_choice`, `every_other`."""
@@ -135,7 +136,8 @@ def mor(
 
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
-    routed = RoutedUpdate(update(dim), router(dim, layout.num_steps), combine())
+    inner, chosen = _routed_parts(update, router, dim, layout)
+    routed = RoutedUpdate(inner, chosen, made("combine", combine, example="rd.Interpolate"))
     return assemble(layout, form(dim, num_heads), routed, vocab_size=vocab_size, context_length=context_length)
 
 
@@ -158,5 +160,10 @@ def mod(
 
     Reference: Raposo et al., 2024, arXiv 2404.02258.
     """
-    routed = RoutedUpdate(update(dim), router(dim, layout.num_steps), Interpolate())
+    routed = RoutedUpdate(*_routed_parts(update, router, dim, layout), Interpolate())
     return assemble(layout, form(dim, num_heads), routed, vocab_size=vocab_size, context_length=context_length)
+
+
+def _routed_parts(update: UpdateFactory, router: RouterFactory, dim: int, layout: Layout) -> tuple[DepthUpdate, Router]:
+    example = "rd.expert_choice or partial(rd.expert_choice, alpha=0.5)"
+    return made("update", update, dim), made("router", router, dim, layout.num_steps, example=example)

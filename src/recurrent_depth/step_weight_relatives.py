@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from beartype import beartype
 
-from recurrent_depth.builders import UpdateFactory, grt, plain
+from recurrent_depth.builders import UpdateFactory, grt, made, plain
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Layout, require_whole
 from recurrent_depth.forms import Form, GPT2Form
@@ -88,7 +88,8 @@ def ple(
     require_whole("size", size, at_least=1)
 
     def embedded(dim: int) -> AddStepEmbedding:
-        return AddStepEmbedding(update(dim), StepEmbedding(vocab_size, dim, layout.num_steps, size), dim)
+        inner = made("update", update, dim)
+        return AddStepEmbedding(inner, StepEmbedding(vocab_size, dim, layout.num_steps, size), dim)
 
     sizes = {"dim": dim, "num_heads": num_heads, "vocab_size": vocab_size, "context_length": context_length}
     return grt(layout, **sizes, form=form, update=embedded)

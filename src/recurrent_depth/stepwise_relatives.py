@@ -6,10 +6,11 @@ from beartype import beartype
 
 from recurrent_depth.attention import Attention
 from recurrent_depth.blocks import MLP
-from recurrent_depth.builders import UpdateFactory, assemble, plain
+from recurrent_depth.builders import UpdateFactory, assemble, made, plain
 from recurrent_depth.conditioned_block import ConditionedBlock
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.embedding import scaled
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.halting import HaltingUpdate
 from recurrent_depth.halting_unit import HaltingUnit, Mix, sum_states
@@ -22,6 +23,7 @@ from recurrent_depth.step_encoding import StepEncoding
 from recurrent_depth.time_conditioning import CoarseTimes, TimeConditionedUpdate
 from recurrent_depth.universal_form import UniversalForm
 from recurrent_depth.update import ReplaceState
+from recurrent_depth.weight_start import WeightStart
 
 
 def step_encoded(dim: int) -> ReplaceState:
@@ -55,7 +57,7 @@ def halted(
     Reference: Graves, 2016, arXiv 1603.08983; Dehghani et al., 2018, arXiv 1807.03819.
     """
     unit = HaltingUnit(dim, bias=bias)
-    return HaltingUpdate(inner(dim), unit, StepEncoding(), ponder=ponder, epsilon=epsilon, mix=mix)
+    return HaltingUpdate(made("inner", inner, dim), unit, StepEncoding(), ponder=ponder, epsilon=epsilon, mix=mix)
 
 
 @beartype
@@ -72,7 +74,8 @@ def universal(
     """The Universal Transformer as a decoder: post-norm blocks told position and step, and tokens that halt.
 
     The source has neither prelude nor coda, such as `0+1×6+0`. Train it with `last_step_loss`, which adds the ponder
-    cost.
+    cost. The embedding is scaled so that its features start from N(0, 1), as in Tensor2Tensor: unscaled, a token would
+    hardly be heard beside the sinusoids, which are added at every step.
 
     Args:
         layout: blocks before, in and behind the loop, and the most steps that a token takes.
@@ -88,7 +91,17 @@ def universal(
 
     Reference: Dehghani et al., 2018, arXiv 1807.03819.
     """
-    return assemble(layout, form(dim, num_heads), update(dim), vocab_size=vocab_size, context_length=context_length)
+    require_whole("vocab_size", vocab_size, at_least=1)
+    require_whole("context_length", context_length, at_least=1)
+    parts = form(dim, num_heads)
+    return assemble(
+        layout,
+        parts,
+        made("update", update, dim),
+        vocab_size=vocab_size,
+        context_length=context_length,
+        embed=scaled(parts.embedding(vocab_size, context_length), 1 / WeightStart().std),
+    )
 
 
 @beartype
@@ -156,7 +169,7 @@ def loopformer(
     Reference: Jeddi et al., 2026, arXiv 2602.11451.
     """
     parts, wide = GPT2Form(dim, num_heads), require_whole("hidden", 4 * dim if hidden is None else hidden, at_least=1)
-    timed = TimeConditionedUpdate(update(dim), dim, CoarseTimes(layout.num_steps))
+    timed = TimeConditionedUpdate(made("update", update, dim), dim, CoarseTimes(layout.num_steps))
     blocks = [ConditionedBlock(Attention(dim, num_heads), MLP(dim, wide), dim) for _ in range(layout.core)]
     norm = RMSNorm(dim)
     model = assemble(layout, parts, timed, vocab_size=vocab_size, context_length=context_length, norm=norm)
