@@ -1,4 +1,4 @@
-"""Cached decoding written down slowly, token by token, in plain torch: nothing here comes from the library.
+"""Cached decoding written down slowly, token by token, in NumPy: nothing here comes from the library.
 
 Of every past token the reference remembers the keys and values of all steps that it took, at every block; nothing is
 compressed when it is stored. A policy is a function that says what a later token finds of them. One `Row` is one text:
@@ -15,21 +15,19 @@ chunk takes the same number of steps; chunks may differ.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from transcription import gate, gelu, layer_norm, projection, silu
-
-Weights = Mapping[str, Tensor]
+import numpy as np
+from transcription import gate, projection
+from transcription_parts import Array, Weights, gelu, layer_norm, rms_norm, rotated, silu
 
 
 class KV(NamedTuple):
     """Key and value of one token at one step."""
 
-    key: Tensor  # (kv head, size)
-    value: Tensor
+    key: Array  # (kv head, size)
+    value: Array
 
 
 Policy = Callable[[list[KV], int, int], KV]
@@ -60,12 +58,12 @@ def keep_cyclic(period: int) -> Policy:
     return found
 
 
-def keep_blend(keys: Tensor, values: Tensor) -> Policy:
+def keep_blend(keys: Array, values: Array) -> Policy:
     """By the softmax, over the steps taken, of weights (layer, step, kv head, size)."""
 
     def found(taken: list[KV], step: int, layer: int) -> KV:
-        shares = [weights[layer, : len(taken)].exp() for weights in (keys, values)]
-        parts = [torch.stack(part) for part in zip(*taken, strict=True)]
+        shares = [np.exp(weights[layer, : len(taken)]) for weights in (keys, values)]
+        parts = [np.stack(part) for part in zip(*taken, strict=True)]
         return KV(*((share * part).sum(0) / share.sum(0) for share, part in zip(shares, parts, strict=True)))
 
     return found
@@ -81,30 +79,15 @@ class Sizes(NamedTuple):
     num_kv_heads: int
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def rotated(x: Tensor, position: int, base: float = 10000.0) -> Tensor:
-    """Each pair (i, i + size / 2) of features of each head (head, size), turned by `position * base^(-2i / size)`."""
-    size, out = x.shape[-1], x.clone()
-    for i in range(size // 2):
-        angle = position * base ** (-2 * i / size)
-        first, second = x[:, i], x[:, i + size // 2]
-        out[:, i] = first * math.cos(angle) - second * math.sin(angle)
-        out[:, i + size // 2] = second * math.cos(angle) + first * math.sin(angle)
-    return out
-
-
-def attend(query: Tensor, seen: list[KV]) -> Tensor:
+def attend(query: Array, seen: list[KV]) -> Array:
     """What one token's query (head, size) gathers of the tokens that it sees: a softmax for each head."""
     group, gathered = len(query) // len(seen[0].key), []
     for head, q in enumerate(query):
-        shares = [(q @ token.key[head // group] / math.sqrt(len(q))).exp() for token in seen]
+        shares = [np.exp(q @ token.key[head // group] / math.sqrt(len(q))) for token in seen]
         gathered.append(
             sum(s * token.value[head // group] for s, token in zip(shares, seen, strict=True)) / sum(shares)
         )
-    return torch.cat(gathered)
+    return np.concatenate(gathered)
 
 
 class Row:
@@ -116,7 +99,7 @@ class Row:
         self.gated = "core.update.inject.state.weight" in w
         self.taken: dict[tuple[str, int], list[KV]] = defaultdict(list)  # by block and position; one for each step
 
-    def extend(self, tokens: Sequence[int], num_steps: int) -> list[Tensor]:
+    def extend(self, tokens: Sequence[int], num_steps: int) -> list[Array]:
         """The logits of a chunk of new tokens."""
         hs = [self.embed(token, self.length + i) for i, token in enumerate(tokens)]
         for i in range(self.sizes.num_prelude):
@@ -133,24 +116,24 @@ class Row:
         head = self.w.get("head.linear.weight", self.w["embed.token.weight"])
         return [head @ self.norm("norm.", h) for h in hs]
 
-    def embed(self, token: int, position: int) -> Tensor:
+    def embed(self, token: int, position: int) -> Array:
         x = self.w["embed.token.weight"][token]
         return x + self.w["embed.position.weight"][position] if self.learned_positions else x
 
-    def inject(self, hs: list[Tensor], anchors: list[Tensor]) -> list[Tensor]:
+    def inject(self, hs: list[Array], anchors: list[Array]) -> list[Array]:
         """What the loop's blocks see of the states."""
         if not self.gated:
             return hs
-        return [projection(self.w, h, anchor, torch.zeros(())) for h, anchor in zip(hs, anchors, strict=True)]
+        return [projection(self.w, h, anchor, 0.0) for h, anchor in zip(hs, anchors, strict=True)]
 
-    def write(self, hs: list[Tensor], candidates: list[Tensor], anchors: list[Tensor]) -> list[Tensor]:
+    def write(self, hs: list[Array], candidates: list[Array], anchors: list[Array]) -> list[Array]:
         """The states after a step."""
         if not self.gated:
             return candidates
-        gates = [gate(self.w, h, anchor, torch.zeros(()), 1.0) for h, anchor in zip(hs, anchors, strict=True)]
+        gates = [gate(self.w, h, anchor, 0.0, 1.0) for h, anchor in zip(hs, anchors, strict=True)]
         return [g * h + (1 - g) * o for g, h, o in zip(gates, hs, candidates, strict=True)]
 
-    def block(self, name: str, xs: list[Tensor], policy: Policy, step: int, layer: int) -> list[Tensor]:
+    def block(self, name: str, xs: list[Array], policy: Policy, step: int, layer: int) -> list[Array]:
         """The chunk through one block: each token attends to the past by the policy, and to the chunk up to itself."""
         seen = [policy(self.taken[name, past], step, layer) for past in range(self.length)]
         out = []
@@ -162,18 +145,18 @@ class Row:
             out.append(x + self.mlp(name + "mlp.", self.norm(name + "around_mlp.norm.", x)))
         return out
 
-    def project(self, name: str, x: Tensor, position: int) -> tuple[Tensor, KV]:
+    def project(self, name: str, x: Array, position: int) -> tuple[Array, KV]:
         """Query (head, size), and key and value; query and key are rotated in the Llama form."""
         size, num_heads, num_kv_heads = len(x) // self.sizes.num_heads, self.sizes.num_heads, self.sizes.num_kv_heads
         heads = (self.w[name + "attention.qkv.weight"] @ x).reshape(-1, size)
-        query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads])
+        query, key, value = np.split(heads, [num_heads, num_heads + num_kv_heads])
         if self.learned_positions:
             return query, KV(key, value)
         return rotated(query, position), KV(rotated(key, position), value)
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
+    def norm(self, name: str, x: Array) -> Array:
         return (layer_norm if self.learned_positions else rms_norm)(x, self.w[name + "weight"])
 
-    def mlp(self, name: str, x: Tensor) -> Tensor:
+    def mlp(self, name: str, x: Array) -> Array:
         up, out = self.w[name + "up.weight"] @ x, self.w[name + "out.weight"]
         return out @ gelu(up) if self.learned_positions else out @ (silu(self.w[name + "gate.weight"] @ x) * up)

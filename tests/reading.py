@@ -5,12 +5,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import decoding_reference as reference
+import numpy as np
 import pytest
 import torch
 from battery import lively
 from hypothesis import strategies as st
 from strategies import depths, shares, tokens
 from torch import Tensor
+from transcription_parts import arrays
 
 import recurrent_depth as rd
 
@@ -41,7 +43,8 @@ def uneven_blend(model: rd.RecurrentTransformer) -> rd.KeepBlend:
 
 def written_blend(policy: rd.KeepBlend) -> reference.Policy:
     """Where the library holds one weight for two features that turn together, the reference holds it twice."""
-    return reference.keep_blend(policy.keys.repeat(1, 1, 1, 1, 2).squeeze(3), policy.values.squeeze(3))
+    keys, values = policy.keys.repeat(1, 1, 1, 1, 2).squeeze(3), policy.values.squeeze(3)
+    return reference.keep_blend(keys.numpy(), values.numpy())
 
 
 class OneStepBehind(rd.KVStepPolicy):
@@ -145,8 +148,8 @@ def read_slowly(model: rd.RecurrentTransformer, script: Script, policy: referenc
     """The logits of a script of one row, by the reference."""
     prelude, core, _, coda = model.layout
     sizes = reference.Sizes(prelude, core, coda, attention(model).num_heads, attention(model).num_kv_heads)
-    row = reference.Row(model.state_dict(), sizes, policy)
+    row = reference.Row(arrays(model.state_dict()), sizes, policy)
     logits = []
     for start, end, steps in script.chunks:
         logits += row.extend(script.tokens[0, start:end].tolist(), steps[0])
-    return torch.stack(logits)[None]
+    return torch.from_numpy(np.stack(logits))[None]

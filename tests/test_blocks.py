@@ -4,13 +4,15 @@ from functools import partial
 
 import pytest
 import torch
-import transcription
+from agreement import assert_agrees
 from battery import lively
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import few, seeds, widths
 from torch import nn
 from torch.testing import assert_close
+from transcription_parts import arrays, rms_norm, silu
+from transcription_parts import block as written_block
 
 import recurrent_depth as rd
 
@@ -108,16 +110,16 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone():
 
 
 def test_the_gpt2_block_is_that_of_the_transcription():
-    block = lively(rd.GPT2Form(12, 3).block())
-    x = torch.randn(2, 5, 12)
-    assert_close(block(x, rd.At()), transcription.block(dict(block.named_parameters()), "", x, 3), **close)
+    block, x = lively(rd.GPT2Form(12, 3).block()).double(), torch.randn(2, 5, 12, dtype=torch.float64)
+    assert_agrees(block(x, rd.At()), written_block(arrays(block.state_dict()), "", x.numpy(), 3))
 
 
 def test_the_llama_mlp_and_norm_are_those_of_their_papers():
     mlp, norm, x = lively(rd.SwiGLU(6, 8)), lively(rd.LlamaForm(6, 1).norm()), torch.randn(2, 3, 6)
-    hidden = transcription.silu(x @ mlp.gate.weight.T) * (x @ mlp.up.weight.T)
-    assert_close(mlp(x), hidden @ mlp.out.weight.T, **close)
-    assert_close(norm(x), norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt(), **close)
+    w, z = arrays(mlp.state_dict()), x.double().numpy()
+    hidden = silu(z @ w["gate.weight"].T) * (z @ w["up.weight"].T)
+    assert_agrees(mlp(x), hidden @ w["out.weight"].T, 1e-5)
+    assert_agrees(norm(x), rms_norm(z, **arrays(norm.state_dict())), 1e-5)
     assert norm(x.bfloat16()).dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         assert norm(x).dtype == torch.float32

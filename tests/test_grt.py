@@ -2,15 +2,18 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import transcription
-from battery import gradients, joint_norm, lively, noise_per_token, tiny
+from agreement import assert_agrees, assert_all_agree, assert_slopes_agree
+from battery import joint_norm, lively, noise_per_token, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import few, loops, recipes, tokens
 from torch import nn
 from torch.testing import assert_close
+from transcription_parts import arrays
 
 import recurrent_depth as rd
 
@@ -19,10 +22,10 @@ READINGS = {"two norms": rd.gated, "joint norm": joint_norm, "temperature": part
 either_reading = pytest.mark.parametrize("update", READINGS.values(), ids=READINGS)
 
 
-def transcribe(model, x, **changes):
+def transcribe(model, x, weights=None, **changes):
     call = {"layout": model.layout, "num_heads": model.core.stack.blocks[0].attention.num_heads}
     call["tau"] = model.core.update.gate.write.temperature
-    return transcription.grt(dict(model.named_parameters()), x, **call | changes)
+    return transcription.grt(weights or arrays(model.state_dict()), x.numpy(), **call | changes)
 
 
 @pytest.fixture
@@ -45,16 +48,13 @@ def drawn(monkeypatch) -> list[torch.Tensor]:
 @given(recipes(), tokens())
 def test_it_is_the_function_of_the_paper(update, dtype, accuracy, recipe, x):
     model = recipe._replace(dtype=dtype).model(partial(rd.grt, update=update))
-    logits, states, _ = transcribe(model, x)
-    trajectory = model.trajectory(x, every_step=True)
-    for ours, theirs in [(trajectory.output, logits), *zip((s.h for s in trajectory.states), states, strict=True)]:
-        assert_close(ours, theirs, atol=accuracy * theirs.abs().max().item(), rtol=accuracy)
+    assert_all_agree(model.trajectory(x, every_step=True), *transcribe(model, x), accuracy)
 
 
 @either_reading
 @pytest.mark.parametrize("per_token", [False, True])
 def test_it_is_the_function_of_the_paper_with_noise_on(update, per_token, drawn):
-    model = lively(tiny(update=update))
+    model = lively(tiny(update=update)).double()
     for module in model.modules():
         if isinstance(module, rd.GaussianNoise):
             module.std, module.per_token = 0.3, per_token
@@ -63,21 +63,22 @@ def test_it_is_the_function_of_the_paper_with_noise_on(update, per_token, drawn)
     found = model(x)
     assert len(drawn) == 2 * model.num_steps
     assert {noise.shape for noise in drawn} == {(2, 6, 1 if per_token else 16)}
-    noise = [(0.3 * drawn[2 * r], 0.3 * drawn[2 * r + 1]) for r in range(model.num_steps)]
-    assert_close(found, transcribe(model, x, noise=noise)[0], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(found, transcribe(model, x)[0], rtol=1e-2)
+    scaled = [0.3 * noise.numpy() for noise in drawn]
+    assert_agrees(found, transcribe(model, x, noise=list(zip(scaled[::2], scaled[1::2], strict=True)))[0])
+    assert not np.allclose(found.detach(), transcribe(model, x)[0], rtol=1e-2)
 
 
 @pytest.mark.parametrize("grad_steps", [None, 1, 2])
 def test_its_gradients_are_those_of_the_paper(grad_steps):
-    model = lively(tiny(), 0.1).eval()
+    model = lively(tiny(), 0.1).double().eval()
     x = torch.randint(23, (2, 6))
-    model(x, rd.Depth(3, grad_steps)).square().sum().backward()
-    ours = gradients(model)
-    transcribe(model, x, grad_steps=grad_steps)[0].square().sum().backward()
-    theirs = gradients(model)
-    for name in ours:
-        assert (ours[name] - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
+    _, states = transcribe(model, x)
+    entering = {3 - grad_steps: states[2 - grad_steps]} if grad_steps else {}
+
+    def written(weights):
+        return (transcribe(model, x, weights, entering=entering)[0] ** 2).sum()
+
+    assert_slopes_agree(model, model(x, rd.Depth(3, grad_steps)).square().sum(), written)
 
 
 @few

@@ -3,9 +3,11 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import transcription_routing as written
+from agreement import assert_agrees, assert_slopes_agree
 from battery import blocks_of, gradients, lively, tiny
 from decoding_reference import Row, Sizes, keep_all
 from hypothesis import given
@@ -17,6 +19,7 @@ from test_routers import Told
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
+from transcription_parts import Array, arrays, sigmoid
 
 import recurrent_depth as rd
 
@@ -137,12 +140,12 @@ def test_expert_choice_is_its_transcription(capacities, training):
     model, x = model_of(partial(rd.mor, router=router)).train(training), some_tokens(4, 10)
     with torch.no_grad():  # with which step 0 takes most, and step 1 some
         router_of(model).choose.scores.weight[0] *= -1
-    weights, losses, taken = model.state_dict(), [], []
-    for row in x.split(1):
+    weights, losses, taken = arrays(model.state_dict()), [], []
+    for row in x:
         expected, chosen, loss = written.mor_expert_choice(
-            weights, row, LAYOUT, 2, capacities, 0.4, causal=not training
+            weights, row.numpy(), LAYOUT, 2, capacities, 0.4, causal=not training
         )
-        assert_close(model(row), expected)
+        assert_agrees(model(row[None])[0], expected)
         losses.append(loss)
         taken.append(chosen)
     trajectory = model.trajectory(x, every_step=True)
@@ -150,7 +153,7 @@ def test_expert_choice_is_its_transcription(capacities, training):
         assert [row.nonzero()[:, 0].tolist() for row in state.carry.router] == [chosen[step] for chosen in taken]
     assert any(0 < len(chosen[1]) < 10 for chosen in taken)  # otherwise nothing here would be routed
     if training:
-        assert trajectory.losses["router"].item() == pytest.approx(sum(losses) / 4)
+        assert trajectory.losses["router"].item() == pytest.approx(sum(losses) / 4, rel=1e-12)
     else:
         assert trajectory.losses == {}
 
@@ -160,16 +163,16 @@ def test_token_choice_is_its_transcription(training):
     build = partial(rd.mor, router=partial(rd.token_choice, balance=1.0, z_loss=1.0))
     model, x = model_of(build).train(training), some_tokens(4, 10)
     found, depths = [], []
-    for row in x.split(1):
-        expected, last, losses = written.mor_token_choice(model.state_dict(), row, LAYOUT, 2)
-        assert_close(model(row), expected)
+    for row in x:
+        expected, last, losses = written.mor_token_choice(arrays(model.state_dict()), row.numpy(), LAYOUT, 2)
+        assert_agrees(model(row[None])[0], expected)
         found.append(losses)
         depths.append(last)
     trajectory = model.trajectory(x)
     assert trajectory.states[-1].context.router.last.tolist() == depths
     assert len({depth for last in depths for depth in last}) > 1
     for name, loss in trajectory.losses.items():
-        assert loss.item() == pytest.approx(sum(losses[name] for losses in found) / 4)
+        assert loss.item() == pytest.approx(sum(losses[name] for losses in found) / 4, rel=1e-12)
     assert bool(trajectory.losses) == training
 
 
@@ -179,8 +182,31 @@ def test_mixture_of_depths_is_its_transcription(capacity, training):
     layout = rd.Layout(1, 1, 5, 1)
     build = partial(rd.mod, router=partial(rd.every_other, capacity=capacity))
     model, x = model_of(build, layout).train(training), some_tokens(3, 10)
-    for row in x.split(1):
-        assert_close(model(row), written.mod(model.state_dict(), row, layout, 2, capacity, causal=not training))
+    for row in x:
+        expected = written.mod(arrays(model.state_dict()), row.numpy(), layout, 2, capacity, causal=not training)
+        assert_agrees(model(row[None])[0], expected)
+
+
+BY_HAND = {
+    "expert choice": (
+        rd.mor,
+        partial(written.mor_expert_choice, capacities=(1, 2 / 3, 1 / 3), alpha=0.1, causal=False),
+    ),
+    "token choice": (ROUTED["mor-token-choice"], written.mor_token_choice),
+    "mixture of depths": (rd.mod, partial(written.mod, capacity=0.125, causal=False)),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_text_teaches_routers_and_blocks_as_in_the_transcription(name):
+    build, function = BY_HAND[name]
+    model, x = model_of(build, scale=0.1), some_tokens(1, 10)
+
+    def loss(weights):
+        said = function(weights, x[0].numpy(), LAYOUT, 2)
+        return ((said if name == "mixture of depths" else said[0]) ** 2).sum()
+
+    assert_slopes_agree(model, model(x).square().sum(), loss)
 
 
 # Causality, padding, and gradients
@@ -318,10 +344,10 @@ class MoRRow(RoutedRow):
     def __init__(self, model: rd.RecurrentTransformer, found: Found):
         prelude, core, _, coda = model.layout
         sizes = Sizes(prelude, core, coda, attention(model).num_heads, attention(model).num_kv_heads)
-        Row.__init__(self, model.state_dict(), sizes, keep_all)
+        Row.__init__(self, arrays(model.state_dict()), sizes, keep_all)
         self.found, self.left, self.kept = found, {}, []
 
-    def routed_step(self, hs: list[Tensor], anchors: list[Tensor], step: int, depth: int) -> list[Tensor]:
+    def routed_step(self, hs: list[Array], anchors: list[Array], step: int, depth: int) -> list[Array]:
         weight, hs = self.w["core.update.router.choose.scores.weight"][step, 0], list(hs)
         scores = [h @ weight for h in hs]
         self.kept = [i for i in self.kept if scores[i] > 0] if step else list(range(len(hs)))
@@ -332,7 +358,7 @@ class MoRRow(RoutedRow):
                 self.left.setdefault((name, self.length + i), Taken({}, depth))
             candidates = self.routed_block(name, candidates, [self.length + i for i in self.kept], step)
         for i, candidate in zip(self.kept, candidates, strict=True):
-            hs[i] = hs[i] + 0.1 * scores[i].sigmoid() * candidate
+            hs[i] = hs[i] + 0.1 * sigmoid(scores[i]) * candidate
         return hs
 
 
@@ -347,7 +373,7 @@ def test_every_policy_is_the_reference_recursion_wise_and_shared(case, recipe, d
         text, logits = MoRRow(model, case.found), []
         for start, end, steps in of.chunks:
             logits += text.read(of.tokens[0, start:end].tolist(), steps[0])
-        return torch.stack(logits)
+        return torch.from_numpy(np.stack(logits))
 
     assert_rows(read(model, script, rd.DepthCache(case.policy)), script, alone)
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import decoding_reference as reference
+import numpy as np
 import pytest
 import torch
 from battery import gradients
@@ -15,6 +16,7 @@ from reading import Drawn, Script, attention, grouped, read, scripts, uneven_ble
 from strategies import Recipe, few, loops, recipes
 from torch import Tensor
 from torch.testing import assert_close
+from transcription_parts import Array, arrays
 
 import recurrent_depth as rd
 from recurrent_depth.compiled_decoding import decode
@@ -137,12 +139,12 @@ class RoutedRow(reference.Row):
     def __init__(self, model: rd.RecurrentTransformer, found: Found):
         prelude, core, _, coda = model.layout
         sizes = reference.Sizes(prelude, core, coda, attention(model).num_heads, attention(model).num_kv_heads)
-        weights = {name.replace("update.inner", "update"): weight for name, weight in model.state_dict().items()}
+        weights = {name.replace("update.inner", "update"): w for name, w in arrays(model.state_dict()).items()}
         super().__init__(weights, sizes, reference.keep_all)
-        self.routing, self.found = model.core.update.routing, found
+        self.bars, self.found = model.core.update.routing.bars, found
         self.left: dict[tuple[str, int], Taken] = {}
 
-    def read(self, tokens: list[int], num_steps: int) -> list[Tensor]:
+    def read(self, tokens: list[int], num_steps: int) -> list[Array]:
         hs = [self.embed(token, self.length + i) for i, token in enumerate(tokens)]
         for i in range(self.sizes.num_prelude):
             hs = self.block(f"prelude.blocks.{i}.", hs, reference.keep_all, 0, 0)
@@ -154,9 +156,9 @@ class RoutedRow(reference.Row):
         self.length += len(tokens)
         return [self.w["embed.token.weight"] @ self.norm("norm.", h) for h in hs]
 
-    def routed_step(self, hs: list[Tensor], anchors: list[Tensor], step: int, depth: int) -> list[Tensor]:
-        direction, hs = self.w["core.update.direction"], list(hs)
-        picked = [i for i, h in enumerate(hs) if self.routing.chosen(h, direction, step)]
+    def routed_step(self, hs: list[Array], anchors: list[Array], step: int, depth: int) -> list[Array]:
+        direction, bar = np.roll(self.w["core.update.direction"], 3 * step), self.bars[step % len(self.bars)]
+        hs, picked = list(hs), [i for i, h in enumerate(hs) if bar is None or h @ direction > bar]
         candidates = self.inject([hs[i] for i in picked], [anchors[i] for i in picked])
         for layer in range(self.sizes.num_core):
             name = f"core.stack.blocks.{layer}."
@@ -168,7 +170,7 @@ class RoutedRow(reference.Row):
             hs[i] = h
         return hs
 
-    def routed_block(self, name: str, xs: list[Tensor], positions: list[int], step: int) -> list[Tensor]:
+    def routed_block(self, name: str, xs: list[Array], positions: list[int], step: int) -> list[Array]:
         past = [self.found(self.left[name, position], step) for position in range(self.length)]
         seen, out = [kv for kv in past if kv is not None], []
         for position, x in zip(positions, xs, strict=True):
@@ -185,7 +187,7 @@ def read_slowly(model: rd.RecurrentTransformer, script: Script, found: Found) ->
     row, logits = RoutedRow(model, found), []
     for start, end, steps in script.chunks:
         logits += row.read(script.tokens[0, start:end].tolist(), steps[0])
-    return torch.stack(logits)
+    return torch.from_numpy(np.stack(logits))
 
 
 # What is drawn

@@ -1,15 +1,16 @@
 """An embedding per step: against the equations of Gemma 3n written out, and its limits."""
 
-import math
 import warnings
 from functools import partial
 
 import pytest
 import torch
+from agreement import assert_all_agree, assert_slopes_agree
 from battery import close, gradients, lively, tiny
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
-from transcription import blocks, layer_norm
+from transcription_parts import arrays
+from transcription_steps import ple as written
 
 import recurrent_depth as rd
 
@@ -23,43 +24,16 @@ def ple(layout=LAYOUT, size=SIZE, **changes) -> rd.RecurrentTransformer:
     return tiny(partial(rd.ple, size=size), layout, **changes)
 
 
-def gelu_tanh(x):
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+@pytest.mark.parametrize("dtype, accuracy", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_it_is_what_the_equations_say(dtype, accuracy):
+    model = lively(ple()).to(dtype).eval()
+    expected = written(arrays(model.state_dict()), X.numpy(), LAYOUT, 2)
+    assert_all_agree(model.trajectory(X, every_step=True), *expected, accuracy)
 
 
-def rms_norm(x, weight):
-    return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-
-def per_layer_inputs(w, tokens, embedding, num_layers):
-    """Gemma 3n's: a table's entry and a projection of the embedding, both cut into one slice per layer."""
-    batch, length, dim = embedding.shape
-    shape = batch, length, num_layers, SIZE
-    token = (w["core.update.embedding.table.weight"][tokens] * SIZE**0.5).reshape(shape)
-    context = (embedding @ w["core.update.embedding.context.weight"].T * dim**-0.5).reshape(shape)
-    return (rms_norm(context, w["core.update.embedding.norm.weight"]) + token) * 2**-0.5
-
-
-def written_out(w, tokens, num_steps, num_heads=2):
-    embedding = w["embed.token.weight"][tokens] + w["embed.position.weight"][: tokens.shape[1]]
-    inputs = per_layer_inputs(w, tokens, embedding, num_layers=3)
-    h, states = blocks(w, "prelude.", embedding, num_heads, 1), []
-    for r in range(num_steps):
-        x = blocks(w, "core.stack.", h, num_heads, 2)
-        narrow = gelu_tanh(x @ w["core.update.narrow.weight"].T) * inputs[:, :, r]
-        h = x + rms_norm(narrow @ w["core.update.widen.weight"].T, w["core.update.norm.weight"])
-        states.append(h)
-    out = layer_norm(blocks(w, "coda.", h, num_heads, 1), w["norm.weight"])
-    return out @ w["embed.token.weight"].T, states
-
-
-def test_it_is_what_the_equations_say():
-    model = lively(ple()).eval()
-    trajectory = model.trajectory(X, every_step=True)
-    expected, states = written_out(model.state_dict(), X, num_steps=3)
-    for found, wanted in zip(trajectory.states, states, strict=True):
-        assert_close(found.h, wanted, **close)
-    assert_close(trajectory.output, expected, **close)
+def test_its_gradients_are_those_of_the_equations():
+    model = lively(ple(), 0.1).double().eval()
+    assert_slopes_agree(model, model(X).square().sum(), lambda w: (written(w, X.numpy(), LAYOUT, 2)[0] ** 2).sum())
 
 
 @pytest.mark.parametrize("update", [rd.plain, partial(rd.gated, bias=0.0, **gates)])

@@ -2,10 +2,12 @@
 
 import decoding_reference as reference
 import hosts
+import numpy as np
 import pytest
 import torch
 from graft_reference import Text
 from torch import Tensor
+from transcription_parts import arrays
 
 import recurrent_depth as rd
 from recurrent_depth.hf import corrected
@@ -33,16 +35,15 @@ def by_the_graft(model, tokens: Tensor) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-@torch.no_grad()
 def by_hand(model, tokens: Tensor, policy: reference.Policy, update: str) -> Tensor:
-    weights, rows = {name: weight.double() for name, weight in model.state_dict().items()}, []
+    weights, rows = arrays(model.state_dict()), []
     for row in tokens.tolist():
         text, found, at = Text(weights, policy, update), [], 0
         for num, num_steps in READ:
             found.append(text.read(row[at : at + num], num_steps))
             at += num
-        rows.append(torch.cat(found))
-    return torch.stack(rows).float()
+        rows.append(np.concatenate(found))
+    return torch.from_numpy(np.stack(rows)).float()
 
 
 @pytest.mark.parametrize("update", UPDATES)
