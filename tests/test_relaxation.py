@@ -9,11 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from agreement import assert_agrees, assert_all_agree, assert_slopes_agree
 from battery import close, gradients, lively, tiny
 from processes import start as start_process
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
+from transcription_parts import arrays, blocks
+from transcription_steps import of_step
+from transcription_steps import rrt as written
 from user_parts import Mixing
 
 import recurrent_depth as rd
@@ -83,23 +87,12 @@ def test_every_linear_layer_of_the_loop_is_corrected_and_none_outside():
 # What a correction is
 
 
-def by_hand(model, step):
-    """A naive model whose blocks hold the weights of that step, `W + B A`."""
-    naive = tiny(rd.naive, LAYOUT)
-    naive.load_state_dict(model.state_dict(), strict=False)
-    with torch.no_grad():
-        for name, layer in corrections(model).items():
-            naive.core.stack.get_submodule(name).weight += layer.B[step] @ layer.A[step]
-    return naive
-
-
-def test_a_step_runs_the_blocks_of_its_own_weights_at_scale_one():
-    model = lively(rrt()).eval()
-    states = model.trajectory(X, every_step=True).states
-    at, h = rd.At(torch.arange(7)[None]), model.begin(X).state.h
-    for step, state in enumerate(states):
-        h = by_hand(model, step).core.stack(h, at)
-        assert_close(state.h, h, **close)
+@pytest.mark.parametrize("dtype, accuracy", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("rank, skip_first", [(1, False), (4, False), (4, True), (100, False)])
+def test_a_step_runs_the_blocks_of_its_own_weights_at_scale_one(rank, skip_first, dtype, accuracy):
+    model = lively(rrt(rank=rank, skip_first=skip_first)).to(dtype).eval()
+    expected = written(arrays(model.state_dict()), X.numpy(), LAYOUT, 2, skip_first=skip_first)
+    assert_all_agree(model.trajectory(X, every_step=True), *expected, accuracy)
 
 
 @pytest.mark.parametrize("step", range(3))
@@ -139,11 +132,9 @@ def test_a_copy_and_a_pickle_are_corrected_by_their_own_factors(tmp_path):
         assert torch.equal(other(X), model(X))
         lively(other)
         assert not torch.allclose(other(X), model(X), atol=1e-2)
-        assert_close(
-            by_hand(other, 0).core.stack(X[..., None] * torch.ones(16), rd.At()),
-            other.core.stack(X[..., None] * torch.ones(16), rd.At(), 0),
-            **close,
-        )
+        x = torch.randn(2, 7, 16)
+        expected = blocks(of_step(arrays(other.state_dict()), 0), "core.stack.", x.double().numpy(), 2, 2)
+        assert_agrees(other.core.stack(x, rd.At(), 0), expected, 1e-5)
 
 
 def test_an_error_inside_of_the_blocks_leaves_them_bare():
@@ -239,6 +230,16 @@ def test_gradients_are_those_of_the_used_steps_and_zero_rather_than_none_elsewhe
                 used = factor.grad.flatten(1).norm(dim=1) > 0
                 assert used.tolist() == [step < num_steps for step in range(int(skip_first), 3)]
         gradients(model)
+
+
+@pytest.mark.parametrize("skip_first", [False, True])
+def test_gradients_are_those_of_the_equations(skip_first):
+    model = lively(rrt(skip_first=skip_first), 0.1).double().eval()
+
+    def loss(weights):
+        return (written(weights, X.numpy(), LAYOUT, 2, skip_first=skip_first)[0] ** 2).sum()
+
+    assert_slopes_agree(model, model(X).square().sum(), loss)
 
 
 def test_gradients_equal_those_of_the_merged_weights():
