@@ -1,59 +1,16 @@
 """The equations of Huginn, Ouro and Parcae written down slowly, in NumPy: nothing here comes from the library.
 
-One sequence at a time, (token, dim) in float64. Weights are read from a state dict.
+One sequence at a time, (token, dim).
 """
 
-from collections.abc import Mapping
-
 import numpy as np
-
-Weights = Mapping[str, np.ndarray]
-
-
-def arrays(state) -> dict[str, np.ndarray]:
-    return {name: weight.double().numpy() for name, weight in state.items()}
-
-
-def rms(x, weight, eps=1e-6):
-    return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
-
-
-def softmax(x):
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def turned(x, base):
-    """Rotary positions: feature i and i + size/2 of a head are a pair."""
-    half = x.shape[-1] // 2
-    out = np.empty_like(x)
-    for position in range(len(x)):
-        for i in range(half):
-            angle = position * base ** (-2 * i / x.shape[-1])
-            first, second = x[position, i], x[position, i + half]
-            out[position, i] = first * np.cos(angle) - second * np.sin(angle)
-            out[position, i + half] = second * np.cos(angle) + first * np.sin(angle)
-    return out
-
-
-def attention(w, name, x, num_heads, base):
-    q, k, v = np.split(x @ w[name + "qkv.weight"].T, 3, axis=-1)
-    size, out = x.shape[-1] // num_heads, []
-    for head in range(num_heads):
-        part = slice(head * size, (head + 1) * size)
-        scores = turned(q[:, part], base) @ turned(k[:, part], base).T / np.sqrt(size)
-        scores[np.triu_indices(len(x), 1)] = -np.inf
-        out.append(softmax(scores) @ v[:, part])
-    return np.concatenate(out, -1) @ w[name + "out.weight"].T
+from transcription_parts import Array, Weights, attention, sigmoid, silu, softmax
+from transcription_parts import arrays as arrays
+from transcription_parts import rms_norm as rms
 
 
 def mlp(w, name, x):
-    gate, up = x @ w[name + "gate.weight"].T, x @ w[name + "up.weight"].T
-    return (gate * sigmoid(gate) * up) @ w[name + "out.weight"].T
+    return (silu(x @ w[name + "gate.weight"].T) * (x @ w[name + "up.weight"].T)) @ w[name + "out.weight"].T
 
 
 def branches(w, name, num_heads, base):
@@ -88,7 +45,7 @@ def stack(block, w, name, x, num_heads, base):
     return x
 
 
-def huginn(w: Weights, tokens, num_heads: int, num_steps: int, start: np.ndarray) -> np.ndarray:
+def huginn(w: Weights, tokens, num_heads: int, num_steps: int, start: Array) -> Array:
     """Logits of one sequence."""
     table, inject = w["embed.token.weight"], "core.update.inner.inject."
     adapter = np.concatenate([w[inject + "state.weight"], w[inject + "anchor.weight"]], axis=1)
@@ -100,7 +57,7 @@ def huginn(w: Weights, tokens, num_heads: int, num_steps: int, start: np.ndarray
     return rms(x, w["norm.weight"]) @ table.T
 
 
-def ouro(w: Weights, tokens, num_heads: int, num_steps: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def ouro(w: Weights, tokens, num_heads: int, num_steps: int) -> tuple[list[Array], list[Array]]:
     """The normed state after each loop, and the logits after each."""
     h, states = w["embed.token.weight"][tokens], []
     for _ in range(num_steps):
@@ -109,7 +66,7 @@ def ouro(w: Weights, tokens, num_heads: int, num_steps: int) -> tuple[list[np.nd
     return states, [h @ w["embed.token.weight"].T for h in states]
 
 
-def parcae(w: Weights, tokens, num_heads: int, num_steps: int) -> np.ndarray:
+def parcae(w: Weights, tokens, num_heads: int, num_steps: int) -> Array:
     """Logits of one sequence that starts from zeros."""
     inject = "core.update.inner.inject."
     e = stack(pre_norm, w, "prelude", w["embed.token.weight"][tokens], num_heads, 10000.0)
@@ -123,12 +80,12 @@ def parcae(w: Weights, tokens, num_heads: int, num_steps: int) -> np.ndarray:
     return rms(x, w["norm.weight"]) @ w["embed.token.weight"].T
 
 
-def losses(logits: list[np.ndarray], tokens) -> np.ndarray:
+def losses(logits: list[Array], tokens) -> Array:
     """The surprise (step, token) of each next token."""
     return np.array([[-np.log(softmax(one[t]))[tokens[t + 1]] for t in range(len(tokens) - 1)] for one in logits])
 
 
-def exit_chances(hazards: np.ndarray) -> np.ndarray:
+def exit_chances(hazards: Array) -> Array:
     """`p(t) = lambda_t S_{t-1}` before the last step, and what is left there."""
     chances, survival = [], np.ones(hazards.shape[1])
     for step, hazard in enumerate(hazards):
@@ -137,13 +94,13 @@ def exit_chances(hazards: np.ndarray) -> np.ndarray:
     return np.array(chances)
 
 
-def stage_one(hazards: np.ndarray, losses: np.ndarray, beta: float) -> float:
+def stage_one(hazards: Array, losses: Array, beta: float) -> float:
     """`mean_i sum_t p_i(t) CE_i(t) - beta H(p_i)`."""
     p = exit_chances(hazards)
     return float(((p * losses).sum(0) - beta * -(p * np.log(p)).sum(0)).mean())
 
 
-def stage_two(hazards: np.ndarray, losses: np.ndarray, k: float = 50.0, gamma: float = 0.005) -> float:
+def stage_two(hazards: Array, losses: Array, k: float = 50.0, gamma: float = 0.005) -> float:
     """`1/T sum_{t=2..T} mean_i BCE(w_i, 1 - lambda_i)`."""
     total = 0.0
     for t in range(1, len(losses)):
