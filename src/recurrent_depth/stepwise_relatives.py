@@ -1,5 +1,6 @@
 """Builders of designs whose steps differ from one another: they halt, have routers of their own, or know the time."""
 
+import math
 from collections.abc import Callable
 
 from beartype import beartype
@@ -74,8 +75,8 @@ def universal(
     """The Universal Transformer as a decoder: post-norm blocks told position and step, and tokens that halt.
 
     The source has neither prelude nor coda, such as `0+1×6+0`. Train it with `last_step_loss`, which adds the ponder
-    cost. The embedding is scaled so that its features start from N(0, 1), as in Tensor2Tensor: unscaled, a token would
-    hardly be heard beside the sinusoids, which are added at every step.
+    cost. Weights start from a deviation of 1 / (2 sqrt(dim)), and the embedding is multiplied by 2 sqrt(dim), so that
+    its features start from N(0, 1): unscaled, a token is hardly heard beside the sinusoids, which every step adds.
 
     Args:
         layout: blocks before, in and behind the loop, and the most steps that a token takes.
@@ -93,14 +94,16 @@ def universal(
     """
     require_whole("vocab_size", vocab_size, at_least=1)
     require_whole("context_length", context_length, at_least=1)
-    parts = form(dim, num_heads)
+    # Half of Tensor2Tensor's: with its own, a wide model's tied head would start sure that each token comes again.
+    parts, std = form(dim, num_heads), 0.5 / math.sqrt(dim)
     return assemble(
         layout,
         parts,
         made("update", update, dim),
         vocab_size=vocab_size,
         context_length=context_length,
-        embed=scaled(parts.embedding(vocab_size, context_length), 1 / WeightStart().std),
+        embed=scaled(parts.embedding(vocab_size, context_length), 1 / std),
+        start=WeightStart(std),
     )
 
 
