@@ -9,20 +9,25 @@ Kill it whenever you like: the same command goes on, cell by cell and inside eac
 compared and on which text must be the same in every call.
 """
 
+import math
 import os
 import sys
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import tyro
+from comparison.checking import check
+from comparison.locking import BusyError
 from comparison.parts import Comparison
-from comparison.planning import find_run
+from comparison.planning import find_run, results
 from comparison.running import Running
+from comparison.stopping import StoppedError, stop_request
 from comparison.verifying import verify
-from comparison.working import progress, work
+from comparison.working import BUSY, progress, work
 
 
 class Arguments(NamedTuple):
@@ -50,45 +55,111 @@ class Arguments(NamedTuple):
     """Trains this run alone, in this process."""
     budgets: int | None = None
     """With --only: up to so many of its budgets."""
+    parent: int | None = None
+    """With --only: saves and ends once the process of this id is no longer the one that began it."""
+
+
+def require_sensible(arguments: Arguments) -> None:
+    """Refuses what cannot be meant.
+
+    Raises:
+        ValueError: naming the option, what it is and what it may be.
+    """
+    if arguments.jobs < 1:
+        raise ValueError(f"jobs is {arguments.jobs}, but must be at least 1.")
+    if arguments.only is None and arguments.budgets is not None:
+        raise ValueError(f"budgets is {arguments.budgets}, but goes with --only alone.")
+    if arguments.budgets is not None and arguments.budgets < 1:
+        raise ValueError(f"budgets is {arguments.budgets}, but must be at least 1.")
+    if not 0 <= arguments.tolerance < math.inf:
+        raise ValueError(f"tolerance is {arguments.tolerance}, but must be a number of nats of at least 0.")
+    if arguments.text is not None and not arguments.text.exists():
+        raise ValueError(f"text is {arguments.text}, but there is no such file or folder.")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise ValueError(f"out is {arguments.out}, but that is a file; it must be a folder.")
 
 
 def load(arguments: Arguments) -> Comparison:
     """The comparison that the module of cells makes.
 
     Raises:
-        ValueError: if the module has none, or its data reads no text but a folder of text is given.
+        ValueError: if there is no such module, it has none or an impossible one, or its data reads no text but a folder
+            of text is given.
     """
-    comparison = getattr(import_module(arguments.cells), "COMPARISON", None)
+    comparison = getattr(_module(arguments.cells), "COMPARISON", None)
     if not isinstance(comparison, Comparison):
         raise ValueError(f"cells is {arguments.cells}, but that module has no COMPARISON.")
+    check(comparison)
     if arguments.text is None:
         return comparison
     return comparison._replace(data=comparison.data.reading(arguments.text))
 
 
+def _module(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except Exception as error:  # whatever the file of cells does wrong, it is the user's
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"cells is {name}, but must be a module that can be imported, such as comparison.language ({told})."
+        ) from error
+
+
 def main(arguments: Arguments) -> int:
     """Does what the arguments ask for; returns the exit code."""
+    require_sensible(arguments)
     os.nice(arguments.nice)
     torch.set_num_threads(1)
     comparison = load(arguments)
     if arguments.verify is not None:
         return verify(comparison, arguments.verify, arguments.out, tolerance=arguments.tolerance, say=_say)
+    if arguments.only is not None:
+        return train_only(comparison, arguments, arguments.only)
+    done = results(comparison, arguments.out)
     if arguments.publish is not None:
+        if not done:
+            raise ValueError(f"out is {arguments.out}, but no run has a result there: there is nothing to publish.")
         print(comparison.publish(comparison, arguments.out, arguments.publish))
         return 0
     if arguments.status:
         print(progress(comparison, arguments.out, arguments.jobs))
         return 0
-    if arguments.only is not None:
-        run = find_run(comparison, arguments.out, arguments.only)
-        asked = run if arguments.budgets is None else run._replace(num_budgets=arguments.budgets)
-        Running(comparison, asked, arguments.out).finish()
-        return 0
+    return train_missing(comparison, arguments)
+
+
+def train_only(comparison: Comparison, arguments: Arguments, name: str) -> int:
+    """Trains one run in this process; returns the exit code."""
+    run, most = find_run(comparison, arguments.out, name), len(comparison.protocol.budgets)
+    if arguments.budgets is not None and arguments.budgets > most:
+        raise ValueError(f"budgets is {arguments.budgets}, but there are {most}.")
+    asked = run if arguments.budgets is None else run._replace(num_budgets=arguments.budgets)
+    with stop_request(arguments.parent) as stop:
+        Running(comparison, asked, arguments.out, stop).finish()
+    return 0
+
+
+def train_missing(comparison: Comparison, arguments: Arguments) -> int:
+    """Trains all that is missing, each run in a process of its own; returns the exit code."""
     comparison.data.open(arguments.out / "text")
-    failed = work(comparison, arguments.out, sys.argv, jobs=arguments.jobs, say=_say)
+    with stop_request() as stop:
+        failed = work(comparison, arguments.out, sys.argv, jobs=arguments.jobs, say=_say, stop=stop)
     if failed:
         _say(f"{len(failed)} runs failed: {', '.join(run.name for run in failed)}. The same command tries them again.")
     return 1 if failed else 0
+
+
+def told_plainly(arguments: Arguments) -> int:
+    """The exit code; where arguments, files or a signal end the program and not the code, a message is enough."""
+    try:
+        return main(arguments)
+    except BusyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BUSY
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+    except (StoppedError, KeyboardInterrupt):
+        print(f"{StoppedError()}", file=sys.stderr)
+    return 1
 
 
 def _say(message: str) -> None:
@@ -96,9 +167,4 @@ def _say(message: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Arguments)))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("Stopped; nothing is lost. The same command goes on.")
+    sys.exit(told_plainly(tyro.cli(Arguments)))

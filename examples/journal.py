@@ -7,14 +7,26 @@ from typing import Any
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The records of a log; a last line that a kill cut short is left out."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    """The records of a log; a last line that a kill cut short is left out.
+
+    Raises:
+        ValueError: if another line is no JSON object: what stands behind it would be missing in every sum.
+    """
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    records = [_record(line) for line in lines]
+    kept = records[:-1] if records and records[-1] is None else records
+    for number, record in enumerate(kept, 1):
+        if record is None:
+            raise ValueError(f"{path} is damaged: line {number} of {len(lines)} is no record of a step.")
+    return [record for record in kept if record is not None]
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class Journal:

@@ -140,7 +140,7 @@ def test_another_method_under_the_same_name_is_refused(tiny, out):
     comparison, _ = tiny
     Running(comparison, GRT._replace(num_budgets=1), out).finish()
     changed = comparison._replace(methods={**comparison.methods, "grt": comparison.methods["dense"]})
-    with pytest.raises(ValueError, match="built"):
+    with pytest.raises(ValueError, match="method.build is grt"):
         Running(changed, GRT, out).finish()
 
 
@@ -264,7 +264,7 @@ def test_what_is_not_done_shows_as_open(tiny, out):
 def test_the_best_rate_is_marked_and_said_to_lie_at_an_edge(tiny, losses, shown):
     comparison, _ = tiny
     trials = dict(zip((1e-3, 2e-3, 4e-3), losses, strict=True))
-    row = Row("grt", "GRT", 1, min(trials, key=lambda rate: trials[rate]), [], trials)
+    row = Row("grt", "GRT", 1, min(trials, key=lambda rate: trials[rate]), [], [], trials)
     assert shown in tables.trials_table(comparison, Table({"grt": row}, [], []))
 
 
@@ -272,7 +272,7 @@ def test_headroom_is_counted_in_spreads_and_shares_of_it(tiny):
     comparison, _ = tiny
     losses = {"dense": [1.0, 1.2], "blocks": [2.0, 2.2], "grt": [1.4, 1.2]}
     groups = {name: [result([value]) for value in values] for name, values in losses.items()}
-    rows = {name: Row(name, name, 2, 1e-3, [[], group], {}) for name, group in groups.items()}
+    rows = {name: Row(name, name, 2, 1e-3, [[], group], [0, 0], {}) for name, group in groups.items()}
     table = Table(rows, [None, statistics.pooled_spread(list(groups.values()))], [None, 0.1])
     spread = np.std([1.0, 1.2], ddof=1)
     assert f"| headroom over spread | open | {1 / spread:.1f} × |" in tables.headroom_table(comparison, table)

@@ -1,9 +1,10 @@
 """The results of a comparison on text, method by method and budget by budget, as the tables and plots need them."""
 
+import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from comparison import statistics
+from comparison import planning, statistics
 from comparison.parts import Comparison, Full, Run
 from comparison.planning import best_rate, read_result, trials
 from comparison.statistics import Estimate, Result
@@ -17,7 +18,8 @@ class Row(NamedTuple):
         label: its name in tables.
         num_seeds: how many the plan asks for.
         rate: the learning rate that the trials chose; None while that is open.
-        budgets: for each budget, the results of the seeds that are done.
+        budgets: for each budget, the results of the seeds that are done and did not diverge.
+        diverged: for each budget, how many seeds did.
         trials: the loss of each rate's trial; None while it is open, infinite where it diverged.
     """
 
@@ -26,12 +28,18 @@ class Row(NamedTuple):
     num_seeds: int
     rate: float | None
     budgets: list[list[Result]]
+    diverged: list[int]
     trials: dict[float, float | None]
 
     @property
     def longest(self) -> list[Result]:
         """Those of the longest budget that has any."""
         return next((group for group in reversed(self.budgets) if group), [])
+
+    @property
+    def lost(self) -> int:
+        """How many seeds diverged at that budget."""
+        return next((lost for group, lost in zip(self.budgets[::-1], self.diverged[::-1], strict=True) if group), 0)
 
 
 class Table(NamedTuple):
@@ -50,14 +58,22 @@ class Table(NamedTuple):
     def difference(self, some: str, others: str, budget: int) -> Estimate | None:
         """Between two methods at the budget of this number; None while one is open."""
         groups = [self.rows[name].budgets[budget] for name in (some, others)]
-        return statistics.difference(*groups, self.spreads[budget]) if all(groups) else None
+        if not all(groups):
+            return None
+        found = statistics.difference(*groups, self.spreads[budget])
+        return found._replace(diverged=self.diverged(budget, some, others))
 
     def depth_gain(self, name: str, budget: int) -> Estimate | None:
         """Of a loop; None while it is open."""
         group = self.rows[name].budgets[budget]
         if not group or len(group[0]["measured"]["exits"]) == 1:
             return None
-        return statistics.depth_gain(group, self.gain_spreads[budget])
+        found = statistics.depth_gain(group, self.gain_spreads[budget])
+        return found._replace(diverged=self.diverged(budget, name))
+
+    def diverged(self, budget: int, *names: str) -> int:
+        """How many seeds of these methods diverged at the budget of this number."""
+        return sum(self.rows[name].diverged[budget] for name in dict.fromkeys(names))
 
 
 def collect(comparison: Comparison, out: Path) -> Table:
@@ -76,22 +92,20 @@ def collect(comparison: Comparison, out: Path) -> Table:
 def _row(comparison: Comparison, out: Path, name: str) -> Row:
     rate = best_rate(comparison, out, name)
     seeds = dict.fromkeys(cell.seed for cell in comparison.plan if isinstance(cell, Full) and cell.method == name)
-    budgets = [
-        [] if rate is None else _finished(out, [Run(name, rate, seed, number + 1) for seed in seeds], budget)
-        for number, budget in enumerate(comparison.protocol.budgets)
-    ]
-    first = comparison.protocol.budgets[0]
+    runs = [] if rate is None else [Run(name, rate, seed, len(comparison.protocol.budgets)) for seed in seeds]
+    done = [_done(comparison, out, runs, budget) for budget in comparison.protocol.budgets]
+    budgets = [[one for one in group if planning.score(comparison, one) < math.inf] for group in done]
+    diverged = [len(group) - len(finite) for group, finite in zip(done, budgets, strict=True)]
     own = [] if comparison.methods[name].rate_of else trials(comparison, name)
-    tried = {run.rate: _loss(read_result(out, run, first)) for run in own}
-    return Row(name, comparison.methods[name].label, len(seeds), rate, budgets, tried)
+    tried = {run.rate: _loss(comparison, out, run) for run in own}
+    return Row(name, comparison.methods[name].label, len(seeds), rate, budgets, diverged, tried)
 
 
-def _finished(out: Path, runs: list[Run], budget: int) -> list[Result]:
-    results = [read_result(out, run, budget) for run in runs]
-    return [result for result in results if result is not None and "diverged" not in result]
+def _done(comparison: Comparison, out: Path, runs: list[Run], budget: int) -> list[Result]:
+    results = [read_result(comparison, out, run, budget) for run in runs]
+    return [result for result in results if result is not None]
 
 
-def _loss(result: dict[str, Any] | None) -> float | None:
-    if result is None:
-        return None
-    return float("inf") if "diverged" in result else statistics.loss(result)
+def _loss(comparison: Comparison, out: Path, trial: Run) -> float | None:
+    result = read_result(comparison, out, trial, comparison.protocol.budgets[0])
+    return None if result is None else planning.score(comparison, result)

@@ -61,7 +61,7 @@ def shorter(model: rd.RecurrentTransformer, seed: int) -> rd.DepthSampler:
 
 def learned_exits(model: rd.RecurrentTransformer) -> rd.WithObjective:
     """Ouro's first stage."""
-    return rd.WithObjective(model, rd.ExpectedExitLoss(rd.LearnedExit(DIM)), every_step=True)
+    return rd.WithObjective(model, rd.ExpectedExitLoss(rd.LearnedExit(model.embed.dim)), every_step=True)
 
 
 def every_exit(model: rd.RecurrentTransformer) -> rd.WithObjective:

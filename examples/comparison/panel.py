@@ -1,6 +1,7 @@
 """The second panel, where depth is needed: a few methods on a puzzle, and its report."""
 
 import json
+import math
 from pathlib import Path
 
 import matplotlib as mpl
@@ -12,7 +13,7 @@ from plots import COLORS
 from comparison.figures import MARKERS, STYLE
 from comparison.language import FIRST, grt, ungated
 from comparison.parts import Comparison, Full, Protocol, Run, Trials
-from comparison.planning import best_rate, read_result
+from comparison.planning import best_rate, read_result, score
 from comparison.publishing import copy_cells
 from comparison.puzzles import Puzzle, PuzzleData
 
@@ -53,12 +54,14 @@ def _accuracies(comparison: Comparison, out: Path) -> dict[str, dict]:
     for name in comparison.methods:
         rate = best_rate(comparison, out, name)
         runs = [] if rate is None else [Run(name, rate, seed, last) for seed in SEEDS]
-        results = [read_result(out, run, comparison.protocol.budgets[-1]) for run in runs]
-        measured = [result["measured"] for result in results if result is not None and "measured" in result]
+        results = [read_result(comparison, out, run, comparison.protocol.budgets[-1]) for run in runs]
+        done = [result for result in results if result is not None]
+        measured = [result["measured"] for result in done if score(comparison, result) < math.inf]
+        found[name] = {"num_seeds": len(measured), "num_diverged": len(done) - len(measured)}
         if measured:
             mean = np.mean([one["accuracy"] for one in measured], axis=0).tolist()
-            found[name] = {"accuracy": mean, "full": measured[0]["full"], "num_seeds": len(measured)}
-    return found
+            found[name] |= {"accuracy": mean, "full": measured[0]["full"]}
+    return {name: one for name, one in found.items() if one["num_seeds"] or one["num_diverged"]}
 
 
 def _table(comparison: Comparison, done: dict[str, dict]) -> str:
@@ -66,10 +69,12 @@ def _table(comparison: Comparison, done: dict[str, dict]) -> str:
     lines = ["| method, at full depth | seeds | " + " | ".join(f"k = {k}" for k in hops) + " |"]
     lines.append("|" + " --- |" * (len(hops) + 2))
     for name, method in comparison.methods.items():
-        one = done.get(name)
-        cells = ["open"] * len(hops) if one is None else [f"{value:.3f}" for value in one["accuracy"][one["full"] - 1]]
-        seeds = f"{one['num_seeds'] if one else 0} of {len(SEEDS)}"
-        lines.append(f"| {method.label} | {seeds} | " + " | ".join(cells) + " |")
+        one = done.get(name, {"num_seeds": 0, "num_diverged": 0})
+        none = "diverged" if one["num_diverged"] == len(SEEDS) else "open"
+        accuracy = one["accuracy"][one["full"] - 1] if "accuracy" in one else [none] * len(hops)
+        cells = [value if isinstance(value, str) else f"{value:.3f}" for value in accuracy]
+        diverged = f", {one['num_diverged']} diverged" if one["num_diverged"] else ""
+        lines.append(f"| {method.label} | {one['num_seeds']} of {len(SEEDS)}{diverged} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -77,7 +82,7 @@ def _draw(comparison: Comparison, done: dict[str, dict], path: Path) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
-        for number, (name, one) in enumerate(done.items()):
+        for number, (name, one) in enumerate((name, one) for name, one in done.items() if one["num_seeds"]):
             look = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number]}
             _draw_one(left, right, comparison.methods[name].label, one, look)
         puzzle = _puzzle(comparison)
@@ -85,7 +90,7 @@ def _draw(comparison: Comparison, done: dict[str, dict], path: Path) -> None:
             axes.axhline(puzzle.chance(), color="gray", linestyle=":")
         left.set(xlabel="steps k that the question asks for", ylabel="accuracy", title=f"{puzzle.name()}, full depth")
         right.set(xlabel="steps of the loop taken", title="mean over k; rings at full depth")
-        if done:
+        if any(one["num_seeds"] for one in done.values()):
             left.legend(edgecolor="none")
         figure.savefig(path, dpi=130)
 

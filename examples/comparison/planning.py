@@ -1,19 +1,35 @@
 """Which runs the plan asks for, and which of them can be begun: a full run needs the trials that choose its rate."""
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from comparison.describing import require_same, settings
+from comparison.files import read_json
 from comparison.parts import Comparison, Full, Run, Trials
 from comparison.running import result_path
 
 
-def read_result(out: Path, run: Run, budget: int) -> dict[str, Any] | None:
-    """The result of a run at a budget, if it is there."""
+def read_result(comparison: Comparison, out: Path, run: Run, budget: int) -> dict[str, Any] | None:
+    """The result of a run at a budget, if it is there.
+
+    Raises:
+        ValueError: if it is damaged, or was trained with another method, protocol or size than the cells say now.
+    """
     path = result_path(out / run.name, budget)
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    result = read_json(path, "config", "budget")
+    if "method" in result["config"]:  # absent in what was trained before methods were described: that is taken as it is
+        require_same(path, result["config"], settings(comparison, run), "run", "protocol", "sizes", "method")
+    return result
+
+
+def score(comparison: Comparison, result: dict[str, Any]) -> float:
+    """How good a result is, lower is better; infinite where the run diverged."""
+    found = math.inf if "diverged" in result else comparison.data.score(result["measured"])
+    return math.inf if math.isnan(found) else found
 
 
 def is_done(comparison: Comparison, out: Path, run: Run) -> bool:
@@ -30,10 +46,11 @@ def trials(comparison: Comparison, method: str) -> list[Run]:
 
 def best_rate(comparison: Comparison, out: Path, method: str) -> float | None:
     """The rate of the best trial; None until all are done."""
-    results = [(run, read_result(out, run, comparison.protocol.budgets[0])) for run in trials(comparison, method)]
+    first = comparison.protocol.budgets[0]
+    results = [(run, read_result(comparison, out, run, first)) for run in trials(comparison, method)]
     if any(result is None for _, result in results):
         return None
-    scores = {run.rate: _score(comparison, result) for run, result in results if result is not None}
+    scores = {run.rate: score(comparison, result) for run, result in results if result is not None}
     return min(scores, key=lambda rate: scores[rate])
 
 
@@ -55,6 +72,17 @@ def known_runs(comparison: Comparison, out: Path) -> Iterator[Run]:
         yield from runs_of(comparison, out, cell) or ()
 
 
+def results(comparison: Comparison, out: Path) -> list[dict[str, Any]]:
+    """All that is there of the runs that can be named by now.
+
+    Raises:
+        ValueError: if one is damaged, or of other cells.
+    """
+    runs = {run.name: run for run in known_runs(comparison, out)}.values()
+    found = [read_result(comparison, out, run, budget) for run in runs for budget in comparison.protocol.budgets]
+    return [result for result in found if result is not None]
+
+
 def missing_runs(comparison: Comparison, out: Path) -> list[Run]:
     """Those that are not done, each once: one that goes on further down the plan waits for its turn there."""
     missing: dict[str, Run] = {}
@@ -70,16 +98,14 @@ def find_run(comparison: Comparison, out: Path, name: str) -> Run:
     Raises:
         ValueError: if there is none.
     """
-    found = [run for run in known_runs(comparison, out) if run.name == name]
+    known = list(known_runs(comparison, out))
+    found = [run for run in known if run.name == name]
     if not found:
-        raise ValueError(f"{name} is no run of the plan that can be begun.")
+        names = sorted({run.name for run in known}, key=lambda each: (not each.startswith(name), each))
+        raise ValueError(f"only is {name}, but the runs that can be begun are {', '.join(names[:6])}, ...")
     return max(found, key=lambda run: run.num_budgets)
 
 
 def _trial_seed(comparison: Comparison, method: str) -> int:
     seeds = [cell.seed for cell in comparison.plan if isinstance(cell, Full) and cell.method == method]
     return seeds[0] if seeds else 0
-
-
-def _score(comparison: Comparison, result: dict[str, Any]) -> float:
-    return math.inf if "diverged" in result else comparison.data.score(result["measured"])

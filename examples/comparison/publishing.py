@@ -11,8 +11,10 @@ from journal import read_journal
 
 from comparison import tables
 from comparison.collecting import Table, collect
+from comparison.files import read_json
 from comparison.parts import Comparison
 from comparison.planning import known_runs, read_result
+from comparison.text import TOLD
 
 
 def publish(comparison: Comparison, out: Path, folder: Path) -> str:
@@ -34,7 +36,7 @@ def copy_cells(comparison: Comparison, out: Path, folder: Path) -> tuple[int, fl
     folder.mkdir(parents=True, exist_ok=True)
     number, seconds = 0, 0.0
     for name, run in {run.name: run for run in known_runs(comparison, out)}.items():
-        results = [read_result(out, run, budget) for budget in comparison.protocol.budgets]
+        results = [read_result(comparison, out, run, budget) for budget in comparison.protocol.budgets]
         done = [result for result in results if result is not None]
         records = [record for path in (out / name).glob("*/log.jsonl") for record in read_journal(path)]
         seconds += sum(record["seconds"] for record in records)
@@ -63,7 +65,7 @@ def _report(comparison: Comparison, out: Path, table: Table, num_cells: int, hou
 
 
 def _text(out: Path) -> list[str]:
-    said = json.loads((out / "text" / "text.json").read_text())
+    said = read_json(out / "text" / "text.json", *TOLD)
     size = said["held_out_tokens"] * said["bytes_per_token"]
     return [
         f"{said['train_tokens']:,} tokens to train on, {said['held_out_tokens']:,} held out ({size:,.0f} bytes; "

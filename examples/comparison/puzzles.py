@@ -160,6 +160,11 @@ class PuzzleData(Data):
         return self._made(generator, hops)
 
     def objective(self, method: Method, model: rd.RecurrentTransformer) -> nn.Module:
+        if method.objective is not rd.WithObjective:
+            raise ValueError(
+                f"objective of {method.label} is one of its own, but {self.puzzle.name()} trains on the answers after "
+                "the last step alone."
+            )
         return AnswerLoss(model)
 
     @torch.no_grad()

@@ -1,13 +1,11 @@
 """One run: a trunk at constant rate, and for each budget a cooldown that forks off it. Killed anywhere, it goes on."""
 
-import fcntl
 import hashlib
-import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +13,14 @@ import torch
 from journal import Journal, read_journal
 
 import recurrent_depth as rd
+from comparison.checking import check
+from comparison.describing import require_same, settings
+from comparison.files import write_json
+from comparison.locking import only_one
 from comparison.parts import Comparison, Run
+from comparison.stopping import StoppedError
 from recurrent_depth import accounting
-from recurrent_depth.training import latest_checkpoint, load_checkpoint, parameter_groups, save_checkpoint
+from recurrent_depth.training import Checkpoint, latest_checkpoint, load_checkpoint, parameter_groups, save_checkpoint
 
 SAVE_EVERY = 200
 FIRST_STEPS = 200  # whose losses are part of the result, for `--verify`
@@ -39,49 +42,68 @@ class DivergedError(Exception):
 class Running:
     """A model in training, in `out/<name of the run>`.
 
+    Args:
+        comparison: what the run is part of.
+        run: which it is.
+        out: where the runs lie.
+        stop: asked after each step whether to save and end.
+
     Raises:
         ValueError: if what lies there is of another run, or damaged.
     """
 
-    def __init__(self, comparison: Comparison, run: Run, out: Path):
-        self.comparison, self.run, self.folder = comparison, run, out / run.name
+    def __init__(self, comparison: Comparison, run: Run, out: Path, stop: Callable[[], bool] = lambda: False):
+        check(comparison)
+        self.comparison, self.run, self.folder, self.stop = comparison, run, out / run.name, stop
         self.method = comparison.methods[run.method]
         self.data, described = comparison.data, comparison.data.open(out / "text")
-        torch.manual_seed(run.seed)
-        self.model = self.method.make(comparison.sizes())
-        self.trained = self.data.objective(self.method, self.model)
-        groups = parameter_groups(self.trained, comparison.protocol.weight_decay)
-        self.optimizer = torch.optim.AdamW(groups, lr=run.rate, betas=(0.9, 0.95), fused=True)
-        torch.manual_seed(run.seed + 1)
-        self.sampler = self.method.sampler(self.model, run.seed)
-        self.config = _config(comparison, run, described, self.trained)
-        self.step, self._costs = 0, {}
-        if comparison.compile:
-            self.model.compile_step()
+        self._costs: dict[rd.Depth, float] = {}
+        self._begin()
+        self.config = {**settings(comparison, run), "data": described, "built": _built(self.trained)}
         warnings.filterwarnings("ignore", message=".* deeper than trained")  # a heavy tail is meant to go beyond
+
+    def _begin(self) -> None:
+        """The model before its first step: nothing of what this process trained before is left in it."""
+        torch.manual_seed(self.run.seed)
+        self.model = self.method.make(self.comparison.sizes())
+        self.trained = self.data.objective(self.method, self.model)
+        groups = parameter_groups(self.trained, self.comparison.protocol.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=self.run.rate, betas=(0.9, 0.95), fused=True)
+        torch.manual_seed(self.run.seed + 1)
+        self.sampler, self.step = self.method.sampler(self.model, self.run.seed), 0
+        if self.comparison.compile:
+            self.model.compile_step()
 
     def finish(self) -> None:
         """Trains and measures whatever is missing."""
-        with _only_one(self.folder):
+        with only_one(self.folder):
             for budget in self.comparison.protocol.budgets[: self.run.num_budgets]:
                 path = result_path(self.folder, budget)
                 if not path.exists():
-                    _write(path, self._finish(budget))
+                    write_json(path, self._finish(budget))
 
     def _finish(self, budget: int) -> dict[str, Any]:
         trunk, cooldown = self.stages(budget)
         try:
-            self.advance(trunk)
+            if latest_checkpoint(cooldown.folder) is None:  # else the trunk has done its part, and may be far beyond
+                self.advance(trunk)
             self.advance(cooldown, fork_of=trunk)
+            measured = self._measured()
         except DivergedError as error:
             return {**self.about(budget), "diverged": str(error)}
+        records = _taken(trunk) + _taken(cooldown)
+        sums = {name: sum(record[name] for record in records) for name in ("flops", "seconds")}
+        first = [record["loss"] for record in records[: min(FIRST_STEPS, trunk.last)]]
+        return {**self.about(budget), "training": sums, "measured": measured, "first_losses": first}
+
+    def _measured(self) -> dict[str, Any]:
         self.model.eval()
         measured = self.data.measure(self.method, self.model)
         self.model.train()
-        records = self._taken(trunk) + self._taken(cooldown)
-        sums = {name: sum(record[name] for record in records) for name in ("flops", "seconds")}
-        first = [record["loss"] for record in self._taken(trunk)[:FIRST_STEPS]]
-        return {**self.about(budget), "training": sums, "measured": measured, "first_losses": first}
+        score = self.data.score(measured)
+        if not math.isfinite(score):
+            raise DivergedError(f"held-out loss {score}")
+        return measured
 
     def stages(self, budget: int) -> tuple[Stage, Stage]:
         """The trunk up to the fork of a budget, and the cooldown from there."""
@@ -94,7 +116,12 @@ class Running:
         return trunk, falling
 
     def advance(self, stage: Stage, fork_of: Stage | None = None, watch: Callable[[float], None] | None = None) -> None:
-        """Takes the stage's steps, from its newest checkpoint or from where it begins."""
+        """Takes the stage's steps, from its newest checkpoint or from where it begins.
+
+        Raises:
+            ValueError: if that checkpoint lies beyond the steps asked for, or is of another run.
+            StoppedError: if it was asked to stop, once all is saved.
+        """
         self._enter(stage, fork_of)
         if self.step >= stage.last:
             return
@@ -104,21 +131,38 @@ class Running:
                 journal.write(record)
                 if watch is not None:
                     watch(record["loss"])
-                if self.step % SAVE_EVERY == 0 or self.step == stage.last:
+                stopping = self.stop()
+                if stopping or self.step % SAVE_EVERY == 0 or self.step == stage.last:
                     journal.sync()
                     config = {**self.config, "stage": stage.folder.name}
                     save_checkpoint(
                         stage.folder, self.step, model=self.trained, optimizer=self.optimizer, config=config
                     )
+                if stopping:
+                    raise StoppedError
 
     def _enter(self, stage: Stage, fork_of: Stage | None) -> None:
-        for place in (stage, fork_of):
+        self._begin()
+        for place, last in ((stage, stage.last), (fork_of, stage.first)):
             found = None if place is None else latest_checkpoint(place.folder)
-            if place is not None and found is not None:
-                config = {**self.config, "stage": place.folder.name}
-                load_checkpoint(found.path, model=self.trained, optimizer=self.optimizer, config=config)
-                self.step = found.step
+            if found is not None:
+                self._load(found, last)
                 return
+
+    def _load(self, found: Checkpoint, last: int) -> None:
+        if found.step > last:
+            raise ValueError(
+                f"{found.path.parent} is already at step {found.step}, but step {last} is asked for, which is gone: "
+                f"budgets can only be added behind the others. Give another --out, or delete {self.folder} to train it "
+                "anew."
+            )
+        require_same(found.path, found.config, self.config, "method")
+        # In what was saved before methods were described there is none to compare.
+        described = {key: value for key, value in self.config.items() if key != "method"}
+        described |= {key: value for key, value in found.config.items() if key == "method"}
+        config = {**described, "stage": found.path.parent.name}
+        load_checkpoint(found.path, model=self.trained, optimizer=self.optimizer, config=config)
+        self.step = found.step
 
     def take_step(self, factor: float) -> dict[str, Any]:
         """One optimizer step at one depth.
@@ -147,9 +191,6 @@ class Running:
             self._costs[depth] = self.method.cost(self.model, depth, tokens.shape[1])
         return self._costs[depth] * tokens.shape[0]
 
-    def _taken(self, stage: Stage) -> list[dict[str, Any]]:
-        return [record for record in read_journal(stage.folder / "log.jsonl") if record["step"] <= stage.last]
-
     def about(self, budget: int) -> dict[str, Any]:
         """What is known before training."""
         model, length = self.model, self.comparison.sizes().context_length
@@ -170,27 +211,21 @@ def result_path(folder: Path, budget: int) -> Path:
     return folder / f"result-{budget}.json"
 
 
-def _write(path: Path, result: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result))
-    temporary.replace(path)
+def _built(trained: torch.nn.Module) -> str:
+    return hashlib.sha256(repr(trained).encode()).hexdigest()[:16]
 
 
-def _config(comparison: Comparison, run: Run, data: dict[str, Any], trained: torch.nn.Module) -> dict[str, Any]:
-    """All that must be the same when a run goes on; budgets may be added."""
-    protocol = {**comparison.protocol._asdict(), "budgets": None, "rates": None}
-    built = hashlib.sha256(repr(trained).encode()).hexdigest()[:16]
-    sizes = [comparison.dim, comparison.num_heads]
-    return {"run": run.name, "protocol": protocol, "data": data, "sizes": sizes, "built": built}
+def _taken(stage: Stage) -> list[dict[str, Any]]:
+    """The records of a stage's steps.
 
-
-@contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Keeps a second process from training the same run; the lock goes with the process that holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"{folder} is being trained by another process.") from None
-        yield
+    Raises:
+        ValueError: if one is missing: sums would come out too small.
+    """
+    path = stage.folder / "log.jsonl"
+    records = [record for record in read_journal(path) if record["step"] <= stage.last]
+    if [record["step"] for record in records] != list(range(stage.first + 1, stage.last + 1)):
+        raise ValueError(
+            f"{path} must tell of steps {stage.first + 1} to {stage.last}, each once, but tells of {len(records)}: "
+            "delete that run's folder to train it anew."
+        )
+    return records

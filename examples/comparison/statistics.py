@@ -15,10 +15,17 @@ TWO = 2.0  # a difference is claimed above so many standard errors
 
 
 class Estimate(NamedTuple):
-    """A number and its standard error; None where there are no two seeds of anything to judge it by."""
+    """A number and its standard error; None where there are no two seeds of anything to judge it by.
+
+    Attributes:
+        value: over the seeds that have a loss.
+        error: of the value.
+        diverged: how many seeds have none, and are left out.
+    """
 
     value: float
     error: float | None
+    diverged: int = 0
 
     @property
     def claimed(self) -> bool:

@@ -58,7 +58,7 @@ def exits_table(comparison: Comparison, table: Table) -> str:
     for row in loops:
         exits = np.mean([result["measured"]["exits"] for result in row.longest], axis=0)
         values = [*(f"{value:.4f}" for value in exits), *[""] * (most - len(exits))]
-        lines.append([row.label, _in_tokens(row.longest[0]["tokens"]), *values])
+        lines.append([row.label, _in_tokens(row.longest[0]["tokens"]) + left_out(row.lost), *values])
     return _markdown(["steps", "trained on", *(str(step + 1) for step in range(most))], lines)
 
 
@@ -87,7 +87,7 @@ def headroom_table(comparison: Comparison, table: Table) -> str:
         for room, spread in zip(rooms, table.spreads, strict=True)
     ]
     lines = [
-        ["headroom", *(OPEN if room is None else f"{room:.4f}" for room in rooms)],
+        ["headroom", *(_headroom_in_words(comparison, table, number) for number in range(len(rooms)))],
         [
             "spread over seeds, pooled over methods",
             *(OPEN if spread is None else f"{spread:.4f}" for spread in table.spreads),
@@ -102,9 +102,14 @@ def in_words(estimate: Estimate | None) -> str:
     if estimate is None:
         return OPEN
     if estimate.error is None:
-        return f"{estimate.value:+.4f} (one seed)"
+        return f"{estimate.value:+.4f} (one seed)" + left_out(estimate.diverged)
     text = f"{estimate.value:+.4f} ± {estimate.error:.4f}"
-    return f"**{text}**" if estimate.claimed else text
+    return (f"**{text}**" if estimate.claimed else text) + left_out(estimate.diverged)
+
+
+def left_out(diverged: int) -> str:
+    """Says that a number is one of survivors."""
+    return f" ({diverged} diverged, left out)" if diverged else ""
 
 
 def _headroom(comparison: Comparison, table: Table, number: int) -> float | None:
@@ -112,24 +117,35 @@ def _headroom(comparison: Comparison, table: Table, number: int) -> float | None
     return statistics.mean(groups[0]) - statistics.mean(groups[1]) if all(groups) else None
 
 
+def _headroom_in_words(comparison: Comparison, table: Table, number: int) -> str:
+    room = _headroom(comparison, table, number)
+    lost = table.diverged(number, comparison.floor, comparison.baseline)
+    return OPEN if room is None else f"{room:.4f}" + left_out(lost)
+
+
 def _recovered(comparison: Comparison, table: Table, row: Row, number: int) -> str:
     room, group = _headroom(comparison, table, number), row.budgets[number]
     if room is None or not group:
         return OPEN
-    return f"{(statistics.mean(table.rows[comparison.floor].budgets[number]) - statistics.mean(group)) / room:.0%}"
+    share = (statistics.mean(table.rows[comparison.floor].budgets[number]) - statistics.mean(group)) / room
+    return f"{share:.0%}" + left_out(table.diverged(number, row.name, comparison.floor, comparison.baseline))
 
 
 def _losses(row: Row, number: int) -> str:
-    group = row.budgets[number]
-    if not group:
-        return OPEN
-    return f"{statistics.mean(group):.4f} ({len(group)} of {row.num_seeds} seeds)"
+    group, lost = row.budgets[number], row.diverged[number]
+    also = f", {lost} diverged" if lost else ""
+    if group:
+        return f"{statistics.mean(group):.4f} ({len(group)} of {row.num_seeds} seeds{also})"
+    if lost and lost == row.num_seeds:
+        return "diverged"
+    return f"{OPEN} (0 of {row.num_seeds} seeds{also})" if lost else OPEN
 
 
 def _at_equal_flops(row: Row, base: Row) -> str:
     """The loss less that of the baseline trained for as many FLOPs."""
     of_base = statistics.at_equal_flops(base.budgets, statistics.mean(row.longest, _spent))
-    return "outside" if of_base is None else f"{statistics.mean(row.longest) - of_base:+.4f}"
+    less = "outside" if of_base is None else f"{statistics.mean(row.longest) - of_base:+.4f}"
+    return less + left_out(row.lost + sum(base.diverged))
 
 
 def _forward(result: statistics.Result) -> float:

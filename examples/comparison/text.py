@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from data import Corpus, batch, require_window, standard_library, text, tokenize
+from data import Corpus, Documents, batch, require_window, standard_library, text, tokenize
 from tokens import BytePairs
 from torch import Tensor, nn
 
 import recurrent_depth as rd
+from comparison.files import read_json
 from comparison.parts import Data, Method
 
 NUM_PARTS = 128  # the held-out text is measured in so many parts of neighbouring windows, by which methods are paired
 ROWS_AT_ONCE = 32
+TOLD = ("asked", "checksum", "bytes_per_token", "train_tokens", "held_out_tokens")
 
 
 @dataclass
@@ -43,7 +46,7 @@ class TextData(Data):
 
     def reading(self, folder: Path) -> "TextData":
         """The same with another folder of text."""
-        return replace(self, folder=folder, opened={})
+        return replace(self, folder=folder.resolve(), opened={})
 
     def sizes(self) -> tuple[int, int]:
         return self.vocab_size, self.length
@@ -55,10 +58,10 @@ class TextData(Data):
         about = folder / "text.json"
         if not about.exists():
             self._prepare(folder)
-        said = json.loads(about.read_text())
-        if said["asked"] != self._asked():
-            raise ValueError(f"{folder} holds {said['asked']}, but {self._asked()} is asked for: give another folder.")
-        arrays = {name: np.load(folder / f"{name}.npy") for name in ("train", "held_out", "token_bytes")}
+        said = read_json(about, *TOLD)
+        if _resolved(said["asked"]) != _resolved(self._asked()):
+            raise ValueError(f"{folder} holds {said['asked']}, but {self._asked()} is asked for: give another --out.")
+        arrays = {name: _array(folder / f"{name}.npy") for name in ("train", "held_out", "token_bytes")}
         self.opened = {**arrays, **said}
         return {"checksum": said["checksum"], "vocab_size": self.vocab_size, "window": [self.num_rows, self.length]}
 
@@ -83,6 +86,7 @@ class TextData(Data):
             "first_parts": _rounded(bits[0]),
             "last_parts": _rounded(bits[-1]),
             "part_bytes": [int(n) for n in of_group],
+            "stepped": _rounded(torch.stack(list(_stepped(model, windows[:ROWS_AT_ONCE])))),
         }
 
     def score(self, measured: dict[str, Any]) -> float:
@@ -109,7 +113,7 @@ class TextData(Data):
         return {"source": source, "vocab_size": self.vocab_size}
 
     def _prepare(self, folder: Path) -> None:
-        documents = standard_library() if self.folder is None else text(self.folder)
+        documents = standard_library() if self.folder is None else _read(self.folder)
         tokenizer = BytePairs.train(documents.train, self.vocab_size)
         corpus = tokenize(documents, tokenizer)
         require_window(corpus, self.length)
@@ -121,6 +125,33 @@ class TextData(Data):
         about = folder / "text.json.tmp"  # written last: what is there is whole
         about.write_text(json.dumps({"asked": self._asked(), **_told(corpus)}, indent=1))
         about.replace(folder / "text.json")
+
+
+def _read(folder: Path) -> Documents:
+    try:
+        return text(folder)
+    except ValueError as error:
+        raise ValueError(f"text is {folder}, but nothing can be read there: {error}") from None
+
+
+def _resolved(asked: dict[str, Any]) -> dict[str, Any]:
+    return {**asked, "source": str(Path(asked["source"]).resolve())}
+
+
+def _array(path: Path) -> np.ndarray:
+    try:
+        return np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        again = f"Delete {path.parent / 'text.json'}, and the same command makes it again."
+        raise ValueError(f"{path} is damaged or gone ({error}). {again}") from None
+
+
+def _stepped(model: rd.RecurrentTransformer, windows: Tensor) -> Iterator[Tensor]:
+    """The share of tokens whose state each step changed: those that a router let take it, or that had not halted."""
+    before = model.begin(windows).state.h
+    for state in model.trajectory(windows, every_step=True).states:
+        yield (state.h != before).any(-1).double().mean()
+        before = state.h
 
 
 def _told(corpus: Corpus) -> dict[str, Any]:

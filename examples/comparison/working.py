@@ -1,5 +1,6 @@
 """Runs the plan: several runs side by side, each in a process of one thread, with the time that is left."""
 
+import os
 import subprocess
 import sys
 import time
@@ -8,10 +9,14 @@ from pathlib import Path
 
 from journal import read_journal
 
-from comparison.parts import Comparison, Run
+from comparison.locking import is_held
+from comparison.parts import Comparison, Full, Run
 from comparison.planning import known_runs, missing_runs, runs_of
+from comparison.stopping import StoppedError
 
 POLL_SECONDS = 1.0
+PATIENCE = 30.0  # seconds that a run is given to save
+BUSY = 75  # the exit code of a run that another process trains
 
 
 class Worker:
@@ -21,7 +26,7 @@ class Worker:
         self.run, folder = run, out / run.name
         folder.mkdir(parents=True, exist_ok=True)
         self._output = (folder / "output.txt").open("a")
-        arguments = ["--only", run.name, "--budgets", str(run.num_budgets)]
+        arguments = ["--only", run.name, "--budgets", str(run.num_budgets), "--parent", str(os.getpid())]
         self._process = subprocess.Popen(
             [sys.executable, *command, *arguments], stdout=self._output, stderr=subprocess.STDOUT
         )
@@ -30,32 +35,92 @@ class Worker:
         """Its exit code; None while it runs."""
         return self._process.poll()
 
+    def ask_to_stop(self) -> None:
+        """It saves after the running step, and ends."""
+        self._process.terminate()
 
-def work(comparison: Comparison, out: Path, command: list[str], *, jobs: int, say: Callable[[str], None]) -> list[Run]:
+    def end(self) -> None:
+        """Waits until it has ended, and no longer than that takes."""
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+
+
+def work(
+    comparison: Comparison,
+    out: Path,
+    command: list[str],
+    *,
+    jobs: int,
+    say: Callable[[str], None],
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Run]:
     """Runs all that is missing; returns the runs that failed.
 
-    A run whose learning rate is not known waits for its trials; others go before it meanwhile.
+    A run whose learning rate is not known waits for its trials, and one that another process trains for that process;
+    others go before it meanwhile. However this ends, the processes it began end first.
+
+    Raises:
+        StoppedError: if it was asked to stop.
     """
-    workers: list[Worker] = []
-    failed: list[Run] = []
+    crew = Crew(comparison, out, command, say)
     said = 0.0
-    while True:
-        for worker in [worker for worker in workers if worker.code() is not None]:
-            workers.remove(worker)
+    try:
+        while not stop():
+            crew.dismiss()
+            if not crew.hire(jobs):
+                return crew.failed
+            if time.monotonic() - said > 60:
+                said = time.monotonic()
+                say(progress(comparison, out, jobs))
+            time.sleep(POLL_SECONDS)
+        raise StoppedError
+    finally:
+        crew.end()
+
+
+class Crew:
+    """The workers of a comparison."""
+
+    def __init__(self, comparison: Comparison, out: Path, command: list[str], say: Callable[[str], None]):
+        self.comparison, self.out, self.command, self.say = comparison, out, command, say
+        self.failed: list[Run] = []
+        self._workers: list[Worker] = []
+        self._held: set[str] = set()
+
+    def dismiss(self) -> None:
+        """Takes leave of those that have ended."""
+        for worker in [worker for worker in self._workers if worker.code() is not None]:
+            self._workers.remove(worker)
+            worker.end()
+            if worker.code() == BUSY:
+                continue  # another process was faster: it comes again, and waits
             if worker.code():
-                failed.append(worker.run)
-            say(f"{worker.run.name}: {'failed, see its output.txt' if worker.code() else 'done'}")
-        busy = {worker.run.name for worker in workers} | {run.name for run in failed}
-        waiting = [run for run in missing_runs(comparison, out) if run.name not in busy]
-        for run in waiting[: jobs - len(workers)]:
-            say(f"{run.name}: begins")
-            workers.append(Worker(run, out, command))
-        if not workers:
-            return failed
-        if time.monotonic() - said > 60:
-            said = time.monotonic()
-            say(progress(comparison, out, jobs))
-        time.sleep(POLL_SECONDS)
+                self.failed.append(worker.run)
+            self.say(f"{worker.run.name}: {'failed, see its output.txt' if worker.code() else 'done'}")
+
+    def hire(self, jobs: int) -> bool:
+        """Begins what can be begun, up to so many at a time; returns whether anything is left to wait for."""
+        taken = {worker.run.name for worker in self._workers} | {run.name for run in self.failed}
+        waiting = [run for run in missing_runs(self.comparison, self.out) if run.name not in taken]
+        held = {run.name for run in waiting if is_held(self.out / run.name)}
+        for name in sorted(held - self._held):
+            self.say(f"{name}: another process trains it; waits")
+        self._held = held
+        for run in [run for run in waiting if run.name not in held][: jobs - len(self._workers)]:
+            self.say(f"{run.name}: begins")
+            self._workers.append(Worker(run, self.out, self.command))
+        return bool(self._workers or waiting)
+
+    def end(self) -> None:
+        """Ends all that still run."""
+        for worker in self._workers:
+            worker.ask_to_stop()
+        for worker in self._workers:
+            worker.end()
 
 
 def progress(comparison: Comparison, out: Path, jobs: int) -> str:
@@ -67,8 +132,8 @@ def progress(comparison: Comparison, out: Path, jobs: int) -> str:
         taken[run.method][0] += len(records)
         taken[run.method][1] += sum(record["seconds"] for record in records)
         planned[run.method] += comparison.protocol.steps(run.num_budgets)
-    unknown = {cell[:2] for cell in comparison.plan if runs_of(comparison, out, cell) is None}
-    for method, _ in unknown:
+    unknown = [cell for cell in comparison.plan if isinstance(cell, Full) and runs_of(comparison, out, cell) is None]
+    for method, _ in dict.fromkeys((cell.method, cell.seed) for cell in unknown):
         planned[method] += comparison.protocol.steps(len(comparison.protocol.budgets))
     done, seconds = (sum(column) for column in zip(*taken.values(), strict=True))
     said = f"{done:,} of {sum(planned.values()):,} steps done"

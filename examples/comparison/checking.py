@@ -1,0 +1,65 @@
+"""What a file of cells may ask for."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from comparison.parts import Comparison, Full, Protocol
+
+
+def check(comparison: Comparison) -> None:
+    """Refuses what no run could make sense of.
+
+    Raises:
+        ValueError: if budgets don't ascend or leave the trunk no step, a number of the protocol is out of its range, or
+            a name is that of no method.
+    """
+    _check_budgets(comparison.protocol)
+    _check_numbers(comparison.protocol)
+    for place, name in _names(comparison):
+        if name not in comparison.methods:
+            raise ValueError(f"{place} names {name!r}, but the methods are {', '.join(comparison.methods)}.")
+    _check_plan(comparison)
+
+
+def _check_budgets(protocol: Protocol) -> None:
+    budgets = protocol.budgets
+    if not 0 < protocol.cooldown < 1:
+        raise ValueError(f"cooldown is {protocol.cooldown}, but must be a share between 0 and 1.")
+    if not budgets or any(before >= after for before, after in pairwise(budgets)):
+        raise ValueError(f"budgets are {budgets}, but must be at least one, in ascending order.")
+    if not _whole(budgets) or protocol.fork(budgets[0]) < 1:
+        raise ValueError(
+            f"budgets are {budgets}, but must be whole numbers of steps, of which a cooldown of {protocol.cooldown:g} "
+            "leaves at least one."
+        )
+
+
+def _check_numbers(protocol: Protocol) -> None:
+    rates = protocol.rates
+    if not rates or len({f"{rate:g}" for rate in rates}) < len(rates) or not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"rates are {rates}, but must be above 0 and different from each other.")
+    if not _whole([protocol.warmup]) or protocol.warmup < 1:
+        raise ValueError(f"warmup is {protocol.warmup}, but must be a whole number of at least 1 step.")
+    if not 0 <= protocol.weight_decay < math.inf:
+        raise ValueError(f"weight_decay is {protocol.weight_decay}, but must be at least 0.")
+    if not protocol.clip > 0:
+        raise ValueError(f"clip is {protocol.clip}, but must be above 0.")
+
+
+def _check_plan(comparison: Comparison) -> None:
+    most = len(comparison.protocol.budgets)
+    for cell in comparison.plan:
+        if isinstance(cell, Full) and cell.num_budgets is not None and not 1 <= cell.num_budgets <= most:
+            raise ValueError(f"num_budgets of {cell.method} is {cell.num_budgets}, but there are {most} budgets.")
+
+
+def _names(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    yield from (("baseline", comparison.baseline), ("floor", comparison.floor))
+    yield from (("plan", cell.method) for cell in comparison.plan)
+    yield from (("pairs", name) for pair in comparison.pairs for name in pair)
+    yield from (("rate_of", method.rate_of) for method in comparison.methods.values() if method.rate_of is not None)
+
+
+def _whole(numbers: Sequence[object]) -> bool:
+    return all(isinstance(number, int) for number in numbers)
