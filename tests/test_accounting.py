@@ -1,5 +1,7 @@
 """Closed forms against what torch counts, against the published counts, and against each other."""
 
+import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -38,6 +40,32 @@ builders = st.one_of(
 tokens = st.integers(1, 12)
 
 
+def expert_choice(dim, num_steps, shares):
+    capacities = sorted(shares[:num_steps], reverse=True)
+    return rd.expert_choice(dim, num_steps, capacities=capacities, loss=0)
+
+
+gated = {"update": rd.gated, "combine": rd.Interpolate}
+shares = st.sampled_from([1, 0.9, 0.7, 2 / 3, 0.5, 0.3, 0.125, 0.01])
+routed = st.one_of(  # the routers' own losses are not counted
+    st.builds(
+        lambda layout, shares, how: partial(rd.mor, layout, router=partial(expert_choice, shares=shares), **how),
+        layouts,
+        st.lists(shares, min_size=4, max_size=4),
+        st.sampled_from([{}, gated]),
+    ),
+    st.builds(
+        lambda layout, capacity, every, update: partial(
+            rd.mod, layout, router=partial(rd.every_other, capacity=capacity, every=every, loss=0), update=update
+        ),
+        layouts,
+        shares,
+        st.integers(1, 3),
+        st.sampled_from([rd.plain, rd.gated]),
+    ),
+)
+
+
 def models(builders=builders, forms=forms):
     """Draws what builds a model on the meta device; the test builds it."""
     return st.builds(
@@ -46,7 +74,8 @@ def models(builders=builders, forms=forms):
 
 
 def on_meta(build, dim=16, vocab_size=30, form=rd.GPT2Form):
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "loss is 0, so|Of . steps none is routed")
         return build(dim=dim, num_heads=4, vocab_size=vocab_size, context_length=12, form=form)
 
 
@@ -68,7 +97,7 @@ def counted(run):
 # FLOPs of a forward
 
 
-@given(models(), tokens, st.data())
+@given(st.one_of(models(), models(routed)), tokens, st.data())
 def test_the_closed_form_is_what_torch_counts(build, num_tokens, data):
     model = build()
     num_steps = data.draw(st.none() | st.integers(1, model.layout.num_steps))
@@ -169,7 +198,7 @@ def test_tokens_that_skip_a_step_cost_no_blocks_there():
 
 
 @few
-@given(models(), tokens, st.data())
+@given(st.one_of(models(), models(routed)), tokens, st.data())
 def test_training_at_a_fixed_depth_costs_what_torch_counts(build, num_tokens, data):
     model = build()
     num_steps = data.draw(st.integers(1, model.layout.num_steps))
@@ -194,7 +223,7 @@ def test_truncated_training_costs_what_torch_counts_but_for_the_gradient_that_go
 
 
 @few
-@given(models(), st.integers(2, 12), st.data())
+@given(st.one_of(models(), models(routed)), st.integers(2, 12), st.data())
 def test_a_loss_at_every_step_costs_what_torch_counts(build, num_tokens, data):
     model = build()
     num_steps = data.draw(st.integers(1, model.layout.num_steps))
@@ -224,6 +253,91 @@ def test_training_under_a_sampler_averages_its_depths(build, num_tokens, max_ste
     each = [accounting.training_flops(model, rd.FixedDepth(n, grad_steps), num_tokens) for n in range(1, max_steps + 1)]
     assert accounting.training_flops(model, sampler, num_tokens) == pytest.approx(sum(each) / max_steps, rel=1e-12)
     assert accounting.training_flops(model, sampler.expected(), num_tokens) == pytest.approx(sum(each) / max_steps)
+
+
+@given(models(routed), tokens, st.data())
+def test_training_a_routed_model_under_a_sampler_averages_its_depths(build, num_tokens, data):
+    model = build()
+    max_steps = data.draw(st.integers(1, model.layout.num_steps))
+    grad_steps = data.draw(st.none() | st.integers(1, 5))
+    depths = [rd.FixedDepth(n, grad_steps) for n in range(1, max_steps + 1)]
+    each = [accounting.training_flops(model, depth, num_tokens) for depth in depths]
+    found = accounting.training_flops(model, rd.UniformDepth(max_steps, grad_steps=grad_steps), num_tokens)
+    assert found == pytest.approx(sum(each) / max_steps, rel=1e-12)
+    ramped = rd.RampedDepth(partial(rd.UniformDepth, grad_steps=grad_steps), max_steps, 1)
+    assert accounting.training_flops(model, ramped, num_tokens, draw=1) == found
+
+
+@pytest.mark.parametrize("grad_steps", [1, 2, 3])
+def test_a_routed_step_that_is_not_differentiated_costs_one_forward_of_the_tokens_that_take_it(grad_steps):
+    model = on_meta(partial(rd.mor, Layout(1, 2, 4, 1), router=partial(rd.expert_choice, loss=0)))
+    forwards = [accounting.flops(model, 11, n) for n in range(1, 5)]
+    frozen = forwards[3 - grad_steps] - (forwards[0] - added(model, 1)) if grad_steps < 4 else 0
+    whole, part = (accounting.training_flops(model, rd.FixedDepth(4, g), 11) for g in (None, grad_steps))
+    assert whole - part == 2 * frozen
+
+
+def added(model, step):
+    """FLOPs of one step: its blocks for those that take it, and the router for all 11 tokens."""
+    blocks = accounting.outline(model).core
+    takers = (11, 8, 5, 2)[step - 1]
+    return blocks.linear * takers + blocks.per_key * takers**2 + 11 * 2 * 16
+
+
+def uneven(full_depth, calls):
+    """A model whose step n costs n units, n = 1, 2, ...; without end."""
+    of = accounting.outline(on_meta(partial(rd.grt, Layout(0, 1, full_depth, 0))))
+
+    def cost(num_steps):
+        calls.append(num_steps)
+        return UpdateCost(shares=(0.0,) * num_steps, step=(num_steps + 1) / 2)
+
+    return of._replace(head=0, update=cost)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        rd.FixedDepth(3, 2),
+        rd.UniformDepth(5, grad_steps=2),
+        rd.PoissonLogNormalDepth(1.5, None, sigma=0.3),
+        rd.PoissonLogNormalDepth(1.5, 2, sigma=0.3),
+        rd.PoissonDepthPerRow(1.5, num_rows=3, grad_steps=1),
+        rd.RampedDepth(partial(rd.PoissonLogNormalDepth, grad_steps=1), max_depth=2, num_draws=5),
+    ],
+)
+def test_steps_that_cost_differently_count_as_often_as_the_sampler_takes_them(sampler):
+    parts = [sampler.expected_at(step, 4) for step in range(1, 25)]
+    assert [sum(numbers) for numbers in zip(*parts, strict=True)] == pytest.approx(list(sampler.expected(4)), rel=1e-4)
+    wanted = sum(step * (part.num_steps + 2 * part.grad_steps) for step, part in enumerate(parts, start=1))
+    assert accounting.training_flops(uneven(24, []), sampler, 1, draw=4) == pytest.approx(wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize("sampler", [rd.PoissonLogNormalDepth(2, 1, sigma=0.4), rd.UniformDepth(4, grad_steps=2)])
+def test_what_falls_on_a_step_is_how_often_draws_take_it(sampler):
+    drawn = [replace(sampler, seed=seed)(0) for seed in range(4000)]
+    for step in range(1, 6):
+        taken = sum(depth.num_steps >= step for depth in drawn) / len(drawn)
+        learned = sum(0 <= depth.num_steps - step < depth.grad_steps for depth in drawn) / len(drawn)
+        assert sampler.expected_at(step) == pytest.approx((taken, learned), abs=0.03)
+
+
+class Unknown(rd.DepthSampler):
+    """Says how deep it is on average, but no more."""
+
+    def __call__(self, draw):
+        return rd.Depth(1 + draw % 2)
+
+    def expected(self, draw=0):
+        return rd.ExpectedDepth(1.5, 1.5)
+
+
+@pytest.mark.parametrize("depth", [Unknown(), rd.ExpectedDepth(1.5, 1.5)])
+def test_an_average_depth_is_enough_only_where_all_steps_cost_the_same(depth):
+    plain, mixed = (on_meta(partial(build, Layout(1, 1, 2, 1))) for build in (rd.grt, rd.mor))
+    assert accounting.training_flops(plain, depth, 8) == accounting.training_flops(plain, rd.UniformDepth(2), 8)
+    with pytest.raises(ValueError, match="do not cost the same, so an expected depth is not enough"):
+        accounting.training_flops(mixed, depth, 8)
 
 
 # Parameters
@@ -334,6 +448,36 @@ def test_lengths_and_steps_must_be_whole_numbers_of_at_least_one(value):
     with pytest.raises(Exception, match="num_steps") as error:
         accounting.executed_blocks(model, value)
     assert is_refusal(error.value)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        rd.mor,
+        partial(rd.mor, router=rd.token_choice),
+        partial(rd.mor, update=rd.gated, combine=rd.Interpolate),
+        rd.mod,
+        rd.mesh,
+        partial(rd.rrt, rank=2),
+        partial(rd.ple, size=4),
+    ],
+)
+def test_steps_that_a_model_has_no_weights_for_are_not_counted(build):
+    model = on_meta(partial(build, Layout(1, 1, 4, 1)))
+    for num_steps in range(1, 5):
+        assert accounting.flops(model, 8, num_steps) > 0
+        assert accounting.training_flops(model, rd.UniformDepth(num_steps), 8) > 0
+    beyond = [
+        partial(accounting.flops, model, 8, 9),
+        partial(accounting.flops_breakdown, model, 8, 5),
+        partial(accounting.training_flops, model, rd.FixedDepth(9), 8),
+        partial(accounting.training_flops, model, rd.UniformDepth(5), 8),
+        partial(accounting.training_flops, model, rd.ExpectedDepth(4.5, 4.5), 8),
+        partial(accounting.training_flops, model, rd.PoissonLogNormalDepth(2, None), 8),
+    ]
+    for count in beyond:
+        with pytest.raises(ValueError, match="4"):
+            count()
 
 
 def is_refusal(error):

@@ -24,6 +24,7 @@ from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.moments import Moment
 from recurrent_depth.outline import Outline, outline
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth
+from recurrent_depth.training_cost import law_of, loop_flops
 
 __all__ = [
     "EXECUTED",
@@ -101,7 +102,7 @@ def flops(
 
     Raises:
         ValueError: if `tokens` or `num_steps` is below 1, or `tokens` is beyond the learned positions, or missing where
-            none are learned.
+            none are learned; and for more steps than the model has weights for.
     """
     return flops_breakdown(model, tokens, num_steps, counting=counting).total
 
@@ -145,6 +146,9 @@ def training_flops(
 ) -> float:
     """FLOPs that training spends on one sequence, on average over the sampler's draws.
 
+    Each step counts what it adds to a forward, as often as it is taken: with routers later steps are cheaper. Those
+    beyond full depth count as the first of them.
+
     A forward counts once, its backward twice, that of steps without gradients not at all, and steps that a
     checkpointing core recomputes once more. Attention's backward counts twice too, though fused kernels compute its
     scores again; and everything outside of the loop is counted as differentiated, as it is where the anchor reaches
@@ -152,7 +156,7 @@ def training_flops(
 
     Args:
         model: the model or its outline.
-        depth: the sampler, or its expected depth.
+        depth: the sampler; or its expected depth, where all steps cost the same.
         tokens: the length of the sequence; by default all positions that the model has learned.
         draw: the draw that a curriculum is asked for.
         read_every_step: the objective reads the logits after each step, as `every_step_loss` and `ExpectedExitLoss`
@@ -160,20 +164,11 @@ def training_flops(
         counting: the convention.
 
     Raises:
-        ValueError: if `tokens` is below 1, or missing where no positions are learned.
+        ValueError: if `tokens` is below 1, or missing where no positions are learned; if the sampler draws more steps
+            than the model has weights for; and if steps cost differently, but how likely each is taken is not known:
+            for an expected depth, and for a sampler without `expected_at`.
     """
-    of = outline(model)
-    expected = depth if isinstance(depth, ExpectedDepth) else depth.expected(draw)
-    outside, full = (forward_flops(of, of.length(tokens), n, counting).total for n in (0, of.layout.num_steps))
-    step = (full - outside) / of.layout.num_steps
-    backward = 3 if of.checkpointing else 2
-    loop = step * (expected.num_steps + backward * expected.grad_steps)
-    if not read_every_step:
-        return 3 * outside + loop
-    readout = _readout_flops(of, of.length(tokens), counting)
-    return 3 * (outside - readout) + loop + 4 * readout * expected.num_steps
-
-
-def _readout_flops(of: Outline, num_tokens: int, counting: Counting) -> int:
-    parts = forward_flops(of, num_tokens, 0, counting)
-    return parts.coda + parts.head
+    of, law = outline(model), law_of(depth, draw)
+    parts = forward_flops(of, of.length(tokens), 1, counting)
+    readout = (parts.coda + parts.head) * (4 * law.expected.num_steps if read_every_step else 3)
+    return 3 * parts.prelude + loop_flops(of, law, of.length(tokens), counting) + readout

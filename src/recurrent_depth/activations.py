@@ -33,7 +33,8 @@ def activation_bytes(
 
 def _moments(of: Outline, num_steps: int, held: Moment, kv: KVStepPolicy) -> list[Moment]:
     """When most may be alive: in blocks before, in and behind the loop, and where its last step is blended."""
-    learned, copies = of.update(num_steps).step > 0, kv.num_copies(num_steps)
+    update, copies = of.update(num_steps), kv.num_copies(num_steps)
+    learned = update.step + update.picked > 0
     grows = num_steps == 1 or copies > kv.num_copies(num_steps - 1)
     before_coda = Moment(unmade=of.coda.cached)
     before_loop = before_coda.plus(Moment(unmade=copies * of.core.cached))

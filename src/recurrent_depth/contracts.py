@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float, Int
@@ -142,17 +143,21 @@ class BlockCost(NamedTuple):
         per_key: FLOPs for each key.
         cached: numbers that it stores in a cache, keys and values together.
         live: the moments at which most may be alive in a forward without gradients, from the block's input on.
+        max_steps: how many steps there are weights for; None where any number will do.
     """
 
     linear: int = 0
     per_key: int = 0
     cached: int = 0
     live: tuple[Moment, ...] = ()
+    max_steps: int | None = None
 
     def plus(self, other: "BlockCost") -> "BlockCost":
         """One block's work after the other's."""
         live = tuple(dict.fromkeys(self.live + other.live))
-        return BlockCost(self.linear + other.linear, self.per_key + other.per_key, self.cached + other.cached, live)
+        sums = (self.linear + other.linear, self.per_key + other.per_key, self.cached + other.cached)
+        limits = [most for most in (self.max_steps, other.max_steps) if most is not None]
+        return BlockCost(*sums, live, min(limits, default=None))
 
     def beside(self, num_states: int) -> "BlockCost":
         """The same work while so many more tensors as wide as the state are held."""
@@ -164,12 +169,25 @@ class UpdateCost(NamedTuple):
 
     Attributes:
         begin: spent once per forward.
-        step: spent at every step.
+        step: spent at every step, on average over the steps and over all tokens.
         shares: the share of the tokens that takes each step; empty where every token takes all.
         selects: whether the update chooses tokens, as routers do.
+        picked: spent at every step on each token that takes it, beside `step`.
+        counts: for each step, how many of so many tokens take it; empty where that is their share, rounded. Whoever
+            changes `shares` changes these too.
     """
 
     begin: int = 0
-    step: int = 0
+    step: float | int = 0
     shares: tuple[float, ...] = ()
     selects: bool = False
+    picked: float | int = 0
+    counts: tuple[Callable[[int], int], ...] = ()
+
+    def takers(self, num_steps: int) -> tuple[Callable[[int], int], ...]:
+        """For each step, how many of so many tokens take it."""
+        return self.counts or tuple(partial(_rounded, share) for share in self.shares or (1.0,) * num_steps)
+
+
+def _rounded(share: float, num_tokens: int) -> int:
+    return round(share * num_tokens)

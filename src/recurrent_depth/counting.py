@@ -81,17 +81,21 @@ class Flops(NamedTuple):
 
 
 def forward_flops(of: Outline, num_tokens: int, num_steps: int, counting: Counting) -> Flops:
-    """The closed form: one sequence of `num_tokens`; 0 steps give what a forward spends outside of them."""
+    """The closed form: one sequence of `num_tokens`.
+
+    Raises:
+        ValueError: for more steps than the model has weights for.
+    """
+    if of.core.max_steps is not None and num_steps > of.core.max_steps:
+        raise ValueError(f"{num_steps} steps asked for, but the blocks have weights for {of.core.max_steps} at most.")
     update = of.update(num_steps)
-    if update.shares:
-        core = sum(_stack(of.core, round(share * num_tokens), counting) for share in update.shares)
-    else:
-        core = num_steps * _stack(of.core, num_tokens, counting)
+    taken = [count(num_tokens) for count in update.takers(num_steps)]
     return Flops(
         prelude=_stack(of.prelude, num_tokens, counting),
         begin=counting.begin(num_steps) * update.begin * num_tokens,
-        core=core,
-        update=num_steps * update.step * num_tokens,
+        core=sum(_stack(of.core, number, counting) for number in taken),
+        # An average over the steps may be a fraction, of which so many make whole FLOPs.
+        update=round(num_steps * update.step * num_tokens + update.picked * sum(taken)),
         coda=_stack(of.coda, num_tokens, counting),
         head=of.head * num_tokens * counting.head,
     )

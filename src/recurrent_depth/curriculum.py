@@ -52,6 +52,9 @@ class RampedDepth(DepthSampler):
     def expected(self, draw: int = 0) -> ExpectedDepth:
         return self.at(draw).expected(draw)
 
+    def expected_at(self, step: int, draw: int = 0) -> ExpectedDepth | None:
+        return self.at(draw).expected_at(step, draw)
+
     def at(self, draw: int) -> DepthSampler:
         """The sampler that draw number `draw` comes from."""
         progress = min(1.0, require_whole("draw", draw, at_least=0) / self.num_draws)

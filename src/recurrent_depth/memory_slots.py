@@ -81,10 +81,7 @@ class MemorySlotsUpdate(DepthUpdate):
         """
         if anchor.shape[-1] != self.dim:
             raise ValueError(f"x is {anchor.shape[-1]} wide, but the update was built for {self.dim}.")
-        if call.num_steps > self.num_steps:
-            raise ValueError(
-                f"num_steps is {call.num_steps}, but must be at most {self.num_steps}: each step has its own routers."
-            )
+        self._check(call.num_steps)
         embedding = anchor if call.embedding is None else call.embedding
         empty = embedding.new_zeros(*embedding.shape[:2], self.num_slots - 1, embedding.shape[2])
         slots, h = self._cycle(torch.cat([embedding[:, :, None], empty], dim=2), embedding, anchor, cycle=0)
@@ -105,7 +102,18 @@ class MemorySlotsUpdate(DepthUpdate):
         """The state: the last step's read."""
         return state.h
 
+    def _check(self, num_steps: int) -> None:
+        if num_steps > self.num_steps:
+            raise ValueError(
+                f"num_steps is {num_steps}, but must be at most {self.num_steps}: each step has its own routers."
+            )
+
     def cost(self, num_steps: int) -> UpdateCost:
-        """Both routers once per cycle, and the injection's; the weighted sums are not counted."""
+        """Both routers once per cycle, and the injection's; the weighted sums are not counted.
+
+        Raises:
+            ValueError: for more steps than there are routers.
+        """
+        self._check(num_steps)
         routers = self.writer.cost() + self.reader.cost()
         return UpdateCost(*PartCost(routers, routers).plus(self.inject.cost()))

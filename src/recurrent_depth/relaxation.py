@@ -107,9 +107,9 @@ class StepCorrections(nn.Module):
             correction.fit(residuals.mT if name in self.transposed else residuals)
 
     def cost(self) -> BlockCost:
-        """Both factors of one step of every layer, per token."""
+        """Both factors of one step of every layer, per token, at as many steps as there are."""
         factors = [factor[0].numel() for layer in self.layers.values() for factor in (layer.A, layer.B)]
-        return BlockCost(linear=2 * sum(factors))
+        return BlockCost(linear=2 * sum(factors), max_steps=self.num_steps)
 
     def widest(self) -> int:
         """The widest output that is corrected."""

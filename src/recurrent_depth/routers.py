@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -75,8 +76,15 @@ class ExpertChoice(Router):
         return Routing(choice.chosen, picked(choice, limit, causal=causal), choice.weight, losses=choice.losses)
 
     def cost(self, num_steps: int) -> UpdateCost:
-        """A router at each step; the capacities."""
-        return UpdateCost(step=self.choose.cost(), shares=self.capacities[:num_steps], selects=True)
+        """A router at each step; the capacities.
+
+        Raises:
+            ValueError: for more steps than there are routers.
+        """
+        check_routed_steps(num_steps, len(self.capacities))
+        shares = self.capacities[:num_steps]
+        counts = tuple(partial(num_at_most, capacity) for capacity in shares)
+        return UpdateCost(step=self.choose.cost(), shares=shares, selects=True, counts=counts)
 
 
 class MixtureOfDepths(Router):
@@ -151,22 +159,39 @@ class MixtureOfDepths(Router):
         return Routing((), picked(choice, limit, causal=causal), choice.weight, losses=choice.losses)
 
     def cost(self, num_steps: int) -> UpdateCost:
-        """A router at each routed step, on average over all; the capacity there."""
+        """A router at each routed step, on average over all; the capacity there.
+
+        Raises:
+            ValueError: for more steps than there are routers.
+        """
+        check_routed_steps(num_steps, self.most)
         routed = [self.routes(step) for step in range(num_steps)]
-        step = round(self.choose.cost() * sum(routed) / max(num_steps, 1))
-        return UpdateCost(step=step, shares=tuple(self.capacity if r else 1.0 for r in routed), selects=True)
+        shares = tuple(self.capacity if r else 1.0 for r in routed)
+        counts = tuple(partial(num_at_least, share) for share in shares)
+        step = self.choose.cost() * sum(routed) / max(num_steps, 1)
+        return UpdateCost(step=step, shares=shares, selects=True, counts=counts)
 
 
 def at_most(real: Bool[Tensor, "batch token"], capacity: float | int) -> Limit:
     """`int(capacity * tokens)` of the real tokens of each row, but at least one."""
     rows = (real.sum(1).double() * capacity + ROUNDING).floor().long().clamp(min=1)
-    return Limit(rows, max(min(1, real.shape[1]), math.floor(real.shape[1] * capacity + ROUNDING)))
+    return Limit(rows, num_at_most(capacity, real.shape[1]))
+
+
+def num_at_most(capacity: float | int, num_tokens: int) -> int:
+    """How many of so many tokens `at_most` takes; none of none."""
+    return max(min(1, num_tokens), math.floor(num_tokens * capacity + ROUNDING))
 
 
 def at_least(real: Bool[Tensor, "batch token"], capacity: float | int) -> Limit:
     """`ceil(capacity * tokens)` of the real tokens of each row."""
     rows = (real.sum(1).double() * capacity - ROUNDING).ceil().long()
-    return Limit(rows, math.ceil(real.shape[1] * capacity - ROUNDING))
+    return Limit(rows, num_at_least(capacity, real.shape[1]))
+
+
+def num_at_least(capacity: float | int, num_tokens: int) -> int:
+    """How many of so many tokens `at_least` takes."""
+    return math.ceil(num_tokens * capacity - ROUNDING)
 
 
 def picked(choice: Choice, limit: Limit | None, *, causal: bool) -> Pick | None:

@@ -1,12 +1,14 @@
 """Routing: some tokens take a step, and what comes out of it is combined with what was there."""
 
 import abc
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Call, Tree, UpdateCost
+from recurrent_depth.depth import require_instance
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.pick import Pick
 from recurrent_depth.router import Router, RouterState, Routing
@@ -82,10 +84,14 @@ class RoutedUpdate(DepthUpdate):
         inner: the update of a step, such as `ReplaceState(KeepState())` or a `GatedDepthUpdate`.
         router: who takes it.
         combine: what becomes of its result; `AddWeighted()` or `Interpolate()`.
+
+    Raises:
+        ValueError: if one of them is something else, such as the class in place of its instance, or another of them.
     """
 
     def __init__(self, inner: DepthUpdate, router: Router, combine: Combination):
         super().__init__()
+        check_parts(inner, router, combine)
         self.inner, self.router, self.combine = inner, router, combine
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
@@ -119,11 +125,27 @@ class RoutedUpdate(DepthUpdate):
         return self.inner.read(state._replace(context=state.context.inner, carry=state.carry.inner))
 
     def cost(self, num_steps: int) -> UpdateCost:
-        """The router's for all tokens, the wrapped update's for the share that is expected to take its steps."""
+        """The router's for all tokens, the wrapped update's for those that are expected to take its steps.
+
+        Of a router within this one, those are the tokens that it picks itself.
+        """
         inner, router = self.inner.cost(num_steps), self.router.cost(num_steps)
-        shares = tuple(a * b for a, b in zip(inner.shares or (1.0,) * num_steps, router.shares, strict=True))
-        step = round(inner.step * sum(router.shares) / max(num_steps, 1)) + router.step
-        return UpdateCost(inner.begin + router.begin, step, shares, selects=True)
+        all_tokens = (1.0,) * num_steps
+        shares = tuple(a * b for a, b in zip(inner.shares or all_tokens, router.shares or all_tokens, strict=True))
+        counts = tuple(map(_one_after_the_other, router.takers(num_steps), inner.takers(num_steps)))
+        picked = inner.step + inner.picked + router.picked
+        return UpdateCost(inner.begin + router.begin, router.step, shares, selects=True, picked=picked, counts=counts)
+
+
+def _one_after_the_other(first: Callable[[int], int], second: Callable[[int], int]) -> Callable[[int], int]:
+    return lambda num_tokens: second(first(num_tokens))
+
+
+def check_parts(inner: object, router: object, combine: object) -> None:
+    """Raises a ValueError for parts of a routed update that are none, or stand in the wrong place."""
+    require_instance("inner", inner, DepthUpdate, "rd.ReplaceState(rd.KeepState())")
+    require_instance("router", router, Router, "rd.expert_choice(dim, num_steps)")
+    require_instance("combine", combine, Combination, "rd.AddWeighted()")
 
 
 def _real(state: DepthState, blocks: StepBlocks) -> Tensor:

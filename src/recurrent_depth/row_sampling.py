@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from recurrent_depth.depth import Depth, optional_steps, require_whole
 from recurrent_depth.exits import require_number
-from recurrent_depth.sampling import DepthSampler, ExpectedDepth, draw_poisson, expected_lack, generator_of
+from recurrent_depth.sampling import DepthSampler, ExpectedDepth, draw_poisson, expected_lack, generator_of, on_step
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ class PoissonDepthPerRow(DepthSampler):
         num_steps = self.mean + math.exp(-self.mean)
         if self.grad_steps is None:
             return ExpectedDepth(num_steps, num_steps)
+        return ExpectedDepth(num_steps, self._up_to(self.grad_steps))
+
+    def expected_at(self, step: int, draw: int = 0) -> ExpectedDepth:
+        return on_step(step, self.grad_steps, self._up_to)
+
+    def _up_to(self, limit: int) -> float:
         # A row that draws 0 takes a step all the same: it lacks one less.
-        lack = expected_lack(self.grad_steps, math.log(self.mean)) - math.exp(-self.mean)
-        return ExpectedDepth(num_steps, self.grad_steps - lack)
+        return limit - expected_lack(limit, math.log(self.mean)) + math.exp(-self.mean) * (limit > 0)

@@ -4,6 +4,7 @@ import abc
 import math
 import numbers
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +33,13 @@ class DepthSampler(abc.ABC):
     def expected(self, draw: int = 0) -> ExpectedDepth:
         """The average over all seeds of what draw number `draw` gives."""
 
+    def expected_at(self, step: int, draw: int = 0) -> ExpectedDepth | None:
+        """What falls on one step, counted from 1: how likely it is taken, and differentiated; None if not known.
+
+        The sum over all steps is `expected`. It is asked where steps cost differently, as with routers.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class FixedDepth(DepthSampler):
@@ -55,6 +63,9 @@ class FixedDepth(DepthSampler):
     def expected(self, draw: int = 0) -> ExpectedDepth:
         depth = self(draw)
         return ExpectedDepth(float(depth.num_steps), float(depth.grad_steps or depth.num_steps))
+
+    def expected_at(self, step: int, draw: int = 0) -> ExpectedDepth:
+        return on_step(step, self.grad_steps, lambda limit: float(min(limit, self.num_steps)))
 
 
 @dataclass(frozen=True)
@@ -83,10 +94,14 @@ class UniformDepth(DepthSampler):
 
     def expected(self, draw: int = 0) -> ExpectedDepth:
         require_whole("draw", draw, at_least=0)
-        limit = min(self.grad_steps or self.max_steps, self.max_steps)
-        unlearned = (self.max_steps - limit) * (self.max_steps - limit + 1) / (2 * self.max_steps)
-        mean = (self.max_steps + 1) / 2
-        return ExpectedDepth(mean, mean - unlearned)
+        return ExpectedDepth((self.max_steps + 1) / 2, self._up_to(self.grad_steps or self.max_steps))
+
+    def expected_at(self, step: int, draw: int = 0) -> ExpectedDepth:
+        return on_step(step, self.grad_steps, self._up_to)
+
+    def _up_to(self, limit: int) -> float:
+        beyond = max(self.max_steps - limit, 0)
+        return (self.max_steps + 1) / 2 - beyond * (beyond + 1) / (2 * self.max_steps)
 
 
 @dataclass(frozen=True)
@@ -126,12 +141,15 @@ class PoissonLogNormalDepth(DepthSampler):
         num_steps = self.mean + 1.0
         if self.grad_steps is None:
             return ExpectedDepth(num_steps, num_steps)
-        return ExpectedDepth(num_steps, self._expected_grad_steps(self.grad_steps))
+        return ExpectedDepth(num_steps, self._up_to(self.grad_steps))
+
+    def expected_at(self, step: int, draw: int = 0) -> ExpectedDepth:
+        return on_step(step, self.grad_steps, self._up_to)
 
     def _log_rate(self, deviate: float) -> float:
         return math.log(self.mean) - self.sigma**2 / 2 + self.sigma * deviate
 
-    def _expected_grad_steps(self, limit: int) -> float:
+    def _up_to(self, limit: int) -> float:
         # min(limit, 1 + n) averages limit minus what a short draw lacks. The trapezoidal rule over the normal deviate
         # converges faster than any power here, since the integrand is analytic and dies out at both ends.
         step, lacking = 1 / 32, 0.0
@@ -139,6 +157,19 @@ class PoissonLogNormalDepth(DepthSampler):
             density = step * math.exp(-(deviate**2) / 2) / math.sqrt(2 * math.pi)
             lacking += density * expected_lack(limit - 1, self._log_rate(deviate))
         return limit - lacking
+
+
+def on_step(step: int, grad_steps: int | None, up_to: Callable[[int], float]) -> ExpectedDepth:
+    """What falls on a step, of a sampler that takes `up_to(limit)` of the first `limit` steps on average.
+
+    A step is differentiated if it is taken and the one `grad_steps` later is not.
+    """
+
+    def taken(step: int) -> float:
+        return up_to(step) - up_to(step - 1)
+
+    num_steps = taken(step)
+    return ExpectedDepth(num_steps, num_steps - (0.0 if grad_steps is None else taken(step + grad_steps)))
 
 
 def expected_lack(limit: int, log_rate: float) -> float:

@@ -78,12 +78,13 @@ class AddStepEmbedding(DepthUpdate):
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The inner update's start, and the embeddings of all steps."""
-        if call.num_steps > self.embedding.num_steps:
-            raise ValueError(
-                f"{call.num_steps} steps asked for, but there are embeddings for {self.embedding.num_steps}."
-            )
+        self._check(call.num_steps)
         state = self.inner.begin(anchor, call)
         return state._replace(context=(state.context, self.embedding(call)))
+
+    def _check(self, num_steps: int) -> None:
+        if num_steps > self.embedding.num_steps:
+            raise ValueError(f"{num_steps} steps asked for, but there are embeddings for {self.embedding.num_steps}.")
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """The inner update's step, then what the step's embedding adds."""
@@ -104,7 +105,12 @@ class AddStepEmbedding(DepthUpdate):
         return state._replace(context=context)
 
     def cost(self, num_steps: int) -> UpdateCost:
-        """The inner update's; the embeddings once, both maps at each step, of the tokens that take it or not."""
+        """The inner update's; the embeddings once, both maps at each step, of the tokens that take it or not.
+
+        Raises:
+            ValueError: for more steps than there are embeddings.
+        """
+        self._check(num_steps)
         cost = self.inner.cost(num_steps)
         both = 2 * (self.narrow.weight.numel() + self.widen.weight.numel())
         return cost._replace(begin=cost.begin + self.embedding.cost(), step=cost.step + both)

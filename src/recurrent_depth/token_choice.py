@@ -95,8 +95,13 @@ class TokenChoice(Router):
         return Routing((), pick, torch.where(ends, weight, torch.ones_like(weight)), base)
 
     def cost(self, num_steps: int) -> UpdateCost:
-        """One router before the loop; the shares of depths in even use."""
+        """One router before the loop; the shares of depths in even use.
+
+        Raises:
+            ValueError: for more steps than there are depths.
+        """
         depths = self.scores.num_outputs
+        check_routed_steps(num_steps, depths)
         shares = tuple((depths - step) / depths for step in range(num_steps))
         return UpdateCost(begin=self.scores.cost(), shares=shares, selects=True)
 
