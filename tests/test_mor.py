@@ -12,6 +12,7 @@ from battery import blocks_of, gradients, lively, tiny
 from decoding_reference import Row, Sizes, keep_all
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 from reading import Script, attention, grouped, read, scripts, uneven_blend
 from strategies import few, loops, recipes
 from test_routed_cache import Found, RoutedRow, Taken, assert_rows, every_policy
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transcription_parts import Array, arrays, sigmoid
 
 import recurrent_depth as rd
+from recurrent_depth.routing import check_parts
 
 double = torch.float64
 LAYOUT = rd.Layout(1, 2, 3, 1)
@@ -487,7 +489,7 @@ def test_shares_multiply_and_steps_cost_what_their_tokens_do():
     routed = rd.RoutedUpdate(gate, rd.expert_choice(16, 3), rd.Interpolate())
     twice = rd.RoutedUpdate(routed, rd.every_other(16, 3, capacity=0.5, every=1), rd.Interpolate())
     assert routed.cost(3).shares == pytest.approx((1, 2 / 3, 1 / 3))
-    assert routed.cost(3).step == round(gate.cost(3).step * 2 / 3) + 32
+    assert (routed.cost(3).step, routed.cost(3).picked) == (32, gate.cost(3).step)
     assert routed.cost(3).begin == gate.cost(3).begin
     assert routed.cost(1).shares == (1,)
     assert twice.cost(3).shares == pytest.approx((0.5, 1 / 3, 1 / 6))
@@ -555,3 +557,39 @@ def test_a_router_of_another_width_is_refused_at_the_first_call(router):
     model = tiny(partial(rd.mor, router=lambda dim, num_steps: router(8, num_steps)), LAYOUT)
     with pytest.raises(ValueError, match="state is 16 wide, but the router was built for 8: build it with dim=16"):
         model(some_tokens())
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 4, 5])
+def test_mixture_of_depths_is_as_deep_as_it_was_built(num_steps):
+    model, x = tiny(rd.mod, rd.Layout(0, 1, num_steps, 0)), some_tokens()
+    assert model(x, num_steps).isfinite().all()
+    with (
+        pytest.warns(UserWarning, match="deeper than trained"),
+        pytest.raises(ValueError, match=f"router was built for {num_steps} at most"),
+    ):
+        model(x, num_steps + 1)
+
+
+def test_mixture_of_depths_of_one_step_says_that_it_routes_nothing():
+    with pytest.warns(UserWarning, match="Of 1 steps none is routed"):
+        tiny(rd.mod, rd.Layout(0, 1, 1, 0))
+
+
+@pytest.mark.parametrize(
+    "place, part, message",
+    [
+        ("inner", rd.ExpertChoice, "inner is the class ExpertChoice, but must be a DepthUpdate"),
+        ("inner", rd.every_other(16, 4), "inner is of MixtureOfDepths, but must be a DepthUpdate, such as rd.Repl"),
+        ("router", rd.plain(16), "router is of ReplaceState, but must be a Router, such as rd.expert_choice"),
+        ("router", rd.ExpertChoice, "router is the class ExpertChoice, but must be a Router: give an instance"),
+        ("router", rd.expert_choice, "router is .*, but must be a Router, such as rd.expert_choice"),
+        ("combine", rd.Interpolate, "combine is the class Interpolate, but must be a Combination: give an instance"),
+        ("combine", None, "combine is None, but must be a Combination, such as rd.AddWeighted"),
+    ],
+)
+def test_routing_refuses_parts_in_the_wrong_place(place, part, message):
+    parts = {"inner": rd.plain(16), "router": rd.expert_choice(16, 2), "combine": rd.AddWeighted()} | {place: part}
+    with pytest.raises((ValueError, TypeCheckError), match=place):
+        rd.RoutedUpdate(**parts)
+    with pytest.raises(ValueError, match=message):  # without the type checks of the tests
+        check_parts(**parts)

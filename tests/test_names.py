@@ -131,6 +131,7 @@ GOLDEN = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Of 1 steps none is routed")
 @pytest.mark.parametrize("num_steps", [1, 7])
 @pytest.mark.parametrize("build, names", GOLDEN.values(), ids=GOLDEN)
 def test_names_are_those_of_the_golden_list_whatever_the_number_of_steps(build, names, num_steps):

@@ -97,10 +97,14 @@ def every_other(
     Raises:
         ValueError: if `capacity` leaves (0, 1], or `every` is below 1.
 
+    Warns:
+        UserWarning: if none of `num_steps` is routed, as of one step with every other routed.
+
     Reference: Raposo et al., 2024, arXiv 2404.02258.
     """
     scores = LinearScores(dim, num_routers=max(1, num_steps // max(every, 1)))
-    return MixtureOfDepths(TopTokens(scores, RawWeight(), loss=loss), capacity=capacity, every=every)
+    choose = TopTokens(scores, RawWeight(), loss=loss)
+    return MixtureOfDepths(choose, capacity=capacity, every=every, num_steps=num_steps)
 
 
 @beartype
