@@ -88,9 +88,9 @@ def _joined(values: Iterable[object], named: Mapping[str, object]) -> str:
 def _settings(trained: nn.Module) -> Iterable[str]:
     """What the modules hold beside tensors and other modules: capacities, noise, thresholds."""
     for place, module in trained.named_modules():
-        for name, value in sorted(vars(module).items()):
-            if not name.startswith("_"):
-                yield f"{place}.{name} {described(value)}"
+        if not type(module).__module__.startswith("torch."):  # whose own fields come and go with its versions
+            for name in sorted(vars(module).keys() - vars(nn.Module()).keys()):
+                yield f"{place}.{name} {described(vars(module)[name])}"
 
 
 def _checksum(lines: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ import recurrent_depth as rd
 from comparison.parts import Comparison, Full, Method, Protocol, Trials, cost, full_depth, separate_exits
 from comparison.publishing import publish
 from comparison.text import TextData
+from recurrent_depth import accounting
 
 DIM, HEADS, ROWS = 64, 2, 16
 GATED, PLAIN, NAIVE = rd.Layout(1, 1, 8, 1), rd.Layout(1, 1, 10, 1), rd.Layout(0, 3, 4, 0)
@@ -70,8 +71,9 @@ def every_exit(model: rd.RecurrentTransformer) -> rd.WithObjective:
 
 
 def both_runs(model: rd.RecurrentTransformer, depth: rd.Depth, length: int) -> float:
-    """What LoopFormer's loss costs: a run at full depth beside the shallower one."""
-    return cost(model, rd.Depth(model.layout.num_steps), length) + cost(model, depth, length)
+    """What LoopFormer's loss costs: a run at full depth beside the shallower one, and the logits of both made anew."""
+    heads = 2 * accounting.flops_breakdown(model, length).head
+    return cost(model, rd.Depth(model.layout.num_steps), length) + cost(model, depth, length) + heads
 
 
 every_step_cost = partial(cost, every_step=True)
