@@ -32,6 +32,10 @@ def test_flops_are_those_that_torch_counts(name: str):
     outline = graft_outline(model)
     for num_steps in (1, 2, 3):
         assert rd.accounting.flops(outline, 9, num_steps) * 2 == counted(model, num_steps=num_steps)
+        fixed = rd.accounting.training_flops(outline, rd.FixedDepth(num_steps), 9)
+        assert fixed == 3 * rd.accounting.flops(outline, 9, num_steps)
+    depth = rd.PoissonLogNormalDepth(1, 2)  # its first step is the host's own, and cheaper
+    assert rd.accounting.training_flops(outline, depth, 9) > rd.accounting.training_flops(outline, rd.FixedDepth(1), 9)
     assert outline.num_parameters == rd.accounting.num_parameters(model)
     assert str(outline.layout) == "1+3×3+1"
 
