@@ -370,7 +370,8 @@ def test_runs_end_with_the_process_that_began_them(tiny, out, tmp_path, monkeypa
     while is_held(run):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert list((run / "trunk").glob("checkpoint-*"))
+    saved = max(path.name for path in (run / "trunk").glob("checkpoint-*"))
+    assert saved == f"checkpoint-{len(read_journal(log)):06d}"
     if number == signal.SIGTERM:
         assert "nothing is lost" in (tmp_path / "said").read_text()
 
@@ -414,6 +415,7 @@ def test_a_run_that_another_process_trains_is_waited_for_and_not_lost(tiny, out,
 
     def say(message):
         said.append(message)
+        assert len(said) < 20
         if message == f"{other.name}: done":
             lock.__exit__(None, None, None)
 
@@ -812,6 +814,7 @@ def test_a_text_is_the_same_by_any_path(tiny, tmp_path, monkeypatch):
     data = [COMPARISON.data.reading(path) for path in (Path("texts"), tmp_path / "texts", Path("texts/../texts"))]
     assert len({json.dumps(one.open(tmp_path / "text")) for one in data}) == 1
     about = tmp_path / "text" / "text.json"
+    assert json.loads(about.read_text())["asked"]["source"] == str(tmp_path / "texts")  # from any working folder
     about.write_text(about.read_text().replace(str(tmp_path / "texts"), "texts"))  # as it was written before
     data[1].open(tmp_path / "text")
     with pytest.raises(ValueError, match="give another --out"):
