@@ -154,12 +154,9 @@ PAIRS = (
 
 def plan() -> tuple[Trials | Full, ...]:
     """The first four, what holds them back, and their seeds at two budgets; one seed of everything; then the rest."""
-    first = (
-        [Trials(name) for name in FIRST]
-        + [Full(name, 0, 2) for name in WHAT_HOLDS_BACK]
-        + [Full(name, 0) for name in FIRST]
-    )
-    first += [Full(name, seed, 2) for seed in (1, 2) for name in FIRST]
+    first = [Trials(name) for name in FIRST] + [Full(name, 0) for name in FIRST]
+    first += [Full(name, 0, 2) for name in WHAT_HOLDS_BACK]
+    first += [Full(name, seed, 2) for seed in (1, 2) for name in (*FIRST, *WHAT_HOLDS_BACK[:2])]
     others = [Trials(name) for name in OTHERS]
     varied = [Full(name, 0, 2) for name in (*ABLATIONS, *SPLITS)]
     seeds = [Full(name, seed) for seed in (1, 2) for name in FIRST]

@@ -36,7 +36,7 @@ def make_update(factory: Callable[[int], DepthUpdate], dim: int, *, like: nn.Mod
         raise ValueError(f"update must make an update for a width, such as rd.gated; got {said}, which is no function.")
     update = factory(dim)
     require_instance("What update makes", update, DepthUpdate)
-    if update.cost(2).selects:
+    if update.cost(1).selects:
         raise ValueError(
             f"{type(update).__name__} picks tokens, but a host's layers cannot run on some tokens alone: their masks, "
             "positions and caches are made for all. Choose an update in which every token takes every step."
