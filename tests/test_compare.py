@@ -513,7 +513,7 @@ def held_out_text(folder):
 
 
 DEVIATIONS = {
-    "huginn": (1.0, 1.004),  # the start is counted with gradients, of which it has none
+    "huginn": (1.0, 1.004),  # a truncated run saves the gradient of the state that its last steps start from
     "loopformer": (0.998, 1.0),
     "mor": (0.999, 1.0),  # the losses of routers are not counted
     "mod": (0.999, 1.0),
