@@ -228,7 +228,8 @@ tokens, one by one, behind a prompt of {prompt}, {rows} rows, `KeepAll`. FLOPs a
 PyTorch's `FlopCounterMode`, scores of attention aside, so that what routers pick, and heads of every step, are
 in them. Weights are untrained: a router that has learned nothing picks in decoding whomever it picks. {setting}
 
-x-transformers offers two of these models: a dense one, and one block run eight times.
+x-transformers offers two of these models: a dense one, and one block run eight times. The naive loop and ALBERT execute
+the dense model's own blocks: how far they are from 1 says how exact a row is.
 """
 COLUMNS = """
 

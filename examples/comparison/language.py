@@ -107,6 +107,7 @@ ABLATIONS = {
     "naive-full-depth": Method("naive loop, always full depth", partial(rd.naive, NAIVE), full_depth, rate_of="naive"),
     "grt-bias-2": grt(update=partial(rd.gated, bias=2.0), label="GRT, bias 2"),
     "grt-bias-4": grt(update=partial(rd.gated, bias=4.0), label="GRT, bias 4"),
+    "grt-one-step": grt(rd.Layout(1, 1, 1, 1), label="GRT of one step"),
     "grt-full-depth": grt(sampler=full_depth, label="GRT, always full depth"),
     "ladder-ends": grt(update=rd.plain, label="+ prelude and coda"),
     "ladder-noise": grt(update=noisy, label="+ state noise"),
@@ -123,8 +124,9 @@ SPLITS = {
     f"split-{layout.prelude}-{layout.core}x{layout.num_steps}-{layout.coda}": grt(layout)
     for layout in (rd.Layout(0, 3, 3, 0), rd.Layout(1, 2, 4, 0), rd.Layout(0, 2, 4, 1), rd.Layout(2, 1, 8, 0))
 }
-WHAT_HOLDS_BACK = ("naive-full-depth", "grt-full-depth", "ungated-full-depth", "grt-no-noise", "grt-init-0.02")
-"""What may hold a loop back: that its depth is sampled, the gate, the noise, the start of its weights."""
+FULL_DEPTH = ("naive-full-depth", "grt-full-depth")
+WHAT_HOLDS_BACK = (*FULL_DEPTH, "grt-one-step", "ungated-full-depth", "grt-no-noise", "grt-init-0.02")
+"""What may hold a loop back: that its depth is sampled, that it loops, its gate, its noise, its first weights."""
 PAIRS = (
     ("grt", "naive"),
     ("grt", "dense-12"),
@@ -134,6 +136,7 @@ PAIRS = (
     ("naive-full-depth", "three-blocks"),
     ("grt-full-depth", "three-blocks"),
     ("grt-full-depth", "naive-full-depth"),
+    ("grt", "grt-one-step"),
     ("grt", "grt-no-noise"),
     ("grt", "grt-init-0.02"),
     *(("grt", other) for other in ("huginn", "mor", "rrt", "ouro")),
@@ -156,7 +159,7 @@ def plan() -> tuple[Trials | Full, ...]:
     """The first four, what holds them back, and their seeds at two budgets; one seed of everything; then the rest."""
     first = [Trials(name) for name in FIRST] + [Full(name, 0) for name in FIRST]
     first += [Full(name, 0, 2) for name in WHAT_HOLDS_BACK]
-    first += [Full(name, seed, 2) for seed in (1, 2) for name in (*FIRST, *WHAT_HOLDS_BACK[:2])]
+    first += [Full(name, seed, 2) for seed in (1, 2) for name in (*FIRST, *FULL_DEPTH)]
     others = [Trials(name) for name in OTHERS]
     varied = [Full(name, 0, 2) for name in (*ABLATIONS, *SPLITS)]
     seeds = [Full(name, seed) for seed in (1, 2) for name in FIRST]
