@@ -553,24 +553,43 @@ def test_a_training_step_costs_what_is_executed(name):
 # Concluding
 
 
-def result(last, first=None, flops=1.0):
+def result(last, first=None, flops=1.0, seed=0):
     parts = {"last_parts": last, "first_parts": first or last, "part_bytes": [100] * len(last)}
     exits = [float(np.mean(first or last)), float(np.mean(last))]
-    return {"measured": {"exits": exits, **parts}, "training": {"flops": flops}}
+    return {"seed": seed, "measured": {"exits": exits, **parts}, "training": {"flops": flops}}
 
 
 def test_a_difference_is_claimed_above_two_standard_errors_of_seeds_and_text():
-    some, others = [result([1.0, 1.1]), result([1.2, 1.3])], [result([1.4, 1.5])]
-    spread = statistics.pooled_spread([some, others]) or 0.0
-    assert spread == pytest.approx(np.std([1.05, 1.25], ddof=1))
-    found = statistics.difference(some, others, spread)
-    assert found.value == pytest.approx(-0.3)
-    assert found.error == pytest.approx(spread * math.sqrt(1 / 2 + 1 / 1))  # paired, the text adds nothing here
+    some = [result([1.0, 1.1], seed=0), result([1.2, 1.3], seed=1)]
+    others = [result([1.4, 1.5], seed=1)]
+    found = statistics.difference(some, others, 0.2)
+    assert found.value == pytest.approx(-0.2)  # at the seed that both have
+    assert found.error == pytest.approx(0.2 * math.sqrt(2))  # paired, the text adds nothing here
     assert not found.claimed
+    assert statistics.difference(some[:1], others, 0.2).error is None
     assert statistics.Estimate(-0.3, 0.149).claimed
     assert not statistics.difference(some, others, None).claimed
     uneven = statistics.difference([result([1.0, 1.2])], [result([1.0, 1.0])], 0.0)
     assert uneven.error == pytest.approx(np.std([0.0, 0.2], ddof=1) / math.sqrt(2))
+
+
+def test_what_a_seed_does_to_all_methods_is_no_part_of_the_spread():
+    method, seed = [1.0, 1.5, 2.0], [0.0, 0.3, -0.2]
+    exact = [[result([m + s], seed=at) for at, s in enumerate(seed)] for m in method]
+    assert statistics.own_spread(exact) == pytest.approx(0, abs=1e-12)
+    assert (statistics.pooled_spread(exact) or 0) > 0.2
+    two = [[result([0.0], seed=0), result([0.1], seed=1)], [result([1.0], seed=0), result([1.3], seed=1)]]
+    differences = [1.0, 1.2]  # of the two methods, seed by seed: their variance is twice that of a loss
+    assert statistics.own_spread([*two, exact[0][:1]]) == pytest.approx(np.std(differences, ddof=1) / math.sqrt(2))
+    assert statistics.own_spread(two[:1]) is None
+    assert statistics.own_spread([]) is None
+
+
+@pytest.mark.parametrize("of", [statistics.own_spread, statistics.pooled_spread])
+def test_noise_of_a_known_size_is_found(of):
+    draw = np.random.default_rng(0).normal
+    groups = [[result([draw(method, 0.1)], seed=seed) for seed in range(20)] for method in range(30)]
+    assert of(groups) == pytest.approx(0.1, rel=0.1)
 
 
 def test_losses_at_equal_flops_lie_between_budgets():
@@ -586,7 +605,7 @@ def test_losses_at_equal_flops_lie_between_budgets():
 def test_what_is_not_done_shows_as_open(tiny, out):
     comparison, _ = tiny
     table = collect(comparison, out)
-    assert progress(comparison, out, 1) == "0 of 85 steps done"  # 6 trials of 5, of which 3 go on; 5 full runs of 11
+    assert progress(comparison, out, 1) == "0 of 96 steps done"  # 6 trials of 5, of which 3 go on; 6 full runs of 11
     assert tables.methods_table(comparison, table).count(tables.OPEN) > 20
     Running(comparison, Run("dense", 1e-3, 0, 1), out).finish()
     assert "| dense | " in tables.trials_table(comparison, collect(comparison, out))
@@ -619,11 +638,9 @@ def test_diverged_seeds_stand_in_the_tables(finished, tmp_path):
 
 def test_headroom_says_what_it_leaves_out(finished, tmp_path):
     comparison, folder = finished
-    plan = (*comparison.plan, Full("dense", 1))
-    comparison = comparison._replace(plan=plan)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     run = Run("dense", best_rate(comparison, folder, "dense"), 1, 2)
-    shutil.copytree(folder / run._replace(seed=0).name, tmp_path / run.name)
+    shutil.copytree(folder / run._replace(seed=0).name, tmp_path / run.name, dirs_exist_ok=True)
     for path in (tmp_path / run.name).glob("result-*.json"):
         content = json.loads(path.read_text())
         content["config"].pop("method")
@@ -682,12 +699,21 @@ def test_the_best_rate_is_marked_and_said_to_lie_at_an_edge(tiny, losses, shown)
 def test_headroom_is_counted_in_spreads_and_shares_of_it(tiny):
     comparison, _ = tiny
     losses = {"dense": [1.0, 1.2], "blocks": [2.0, 2.2], "grt": [1.4, 1.2]}
-    groups = {name: [result([value]) for value in values] for name, values in losses.items()}
+    groups = {name: [result([v], seed=seed) for seed, v in enumerate(values)] for name, values in losses.items()}
     rows = {name: Row(name, name, 2, 1e-3, [[], group], [0, 0], {}) for name, group in groups.items()}
-    table = Table(rows, [None, statistics.pooled_spread(list(groups.values()))], [None, 0.1])
-    spread = np.std([1.0, 1.2], ddof=1)
+    table = Table(rows, [None, statistics.own_spread(list(groups.values()))], [None, 0.1])
+    spread = table.spreads[1] or 0.0
     assert f"| headroom over spread | open | {1 / spread:.1f} × |" in tables.headroom_table(comparison, table)
     assert tables.baseline_table(comparison, table).splitlines()[-1].endswith("| open | 80% |")
+
+
+def test_models_that_do_not_loop_say_nothing_about_depth_gains(finished):
+    comparison, folder = finished
+    table = collect(comparison, folder)
+    loops = [row.budgets[1] for row in table.rows.values() if row.name in ("grt", "every")]
+    assert table.gain_spreads[1] == pytest.approx(statistics.pooled_spread(loops, statistics.gain))
+    assert (table.gain_spreads[1] or 0) > 0
+    assert table.depth_gain("dense", 1) is None
 
 
 def test_the_tables_of_finished_cells_have_nothing_open(finished, tmp_path):

@@ -26,7 +26,12 @@ COMPARISON = Comparison(
     data=TextData(vocab_size=300, length=16, num_rows=2, most_held_out=9),
     methods=METHODS,
     protocol=Protocol(budgets=(5, 10), warmup=2, rates=(1e-3, 2e-3)),
-    plan=(*(Trials(name) for name in ("dense", "blocks", "grt")), *(Full(name, 0) for name in METHODS), Full("grt", 1)),
+    plan=(
+        *(Trials(name) for name in ("dense", "blocks", "grt")),
+        *(Full(name, 0) for name in METHODS),
+        Full("grt", 1),
+        Full("dense", 1),
+    ),
     dim=16,
     num_heads=2,
     baseline="dense",

@@ -47,8 +47,8 @@ class Table(NamedTuple):
 
     Attributes:
         rows: in the order of the plan.
-        spreads: the pooled standard deviation over seeds at each budget.
-        gain_spreads: that of depth gains.
+        spreads: the standard deviation of a loss, at each budget, beyond what its method and its seed explain.
+        gain_spreads: that of a depth gain over seeds, pooled over methods.
     """
 
     rows: dict[str, Row]
@@ -66,7 +66,7 @@ class Table(NamedTuple):
     def depth_gain(self, name: str, budget: int) -> Estimate | None:
         """Of a loop; None while it is open."""
         group = self.rows[name].budgets[budget]
-        if not group or len(group[0]["measured"]["exits"]) == 1:
+        if not _loops(group):
             return None
         found = statistics.depth_gain(group, self.gain_spreads[budget])
         return found._replace(diverged=self.diverged(budget, name))
@@ -84,9 +84,13 @@ def collect(comparison: Comparison, out: Path) -> Table:
     groups = [[row.budgets[number] for row in rows.values()] for number in numbers]
     return Table(
         rows,
-        [statistics.pooled_spread(group) for group in groups],
-        [statistics.pooled_spread(group, statistics.gain) for group in groups],
+        [statistics.own_spread(group) for group in groups],
+        [statistics.pooled_spread([group for group in each if _loops(group)], statistics.gain) for each in groups],
     )
+
+
+def _loops(group: list[Result]) -> bool:
+    return bool(group) and len(group[0]["measured"]["exits"]) > 1
 
 
 def _row(comparison: Comparison, out: Path, name: str) -> Row:

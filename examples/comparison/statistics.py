@@ -1,7 +1,9 @@
 """What may be concluded from results on text: means over seeds, differences with their errors, shares of the headroom.
 
-Two things make a mean uncertain: the seeds, whose spread is pooled over all methods, since two or three runs of one say
-little; and the choice of text, for which methods are paired part by part. Their squares add up.
+Two things make a difference uncertain: the seeds, whose spread is pooled over all methods, since two or three runs of
+one say little; and the choice of text, for which methods are paired part by part. Their squares add up. With one seed
+all methods see the same batches, so methods are compared over the seeds that they share, and what a seed does to all of
+them is no part of the spread.
 """
 
 import math
@@ -52,13 +54,38 @@ def pooled_spread(groups: Sequence[Sequence[Result]], of: Callable[[Result], flo
     return math.sqrt(sum(np.var(values) * len(values) for values in several) / freedom)
 
 
+def own_spread(groups: Sequence[Sequence[Result]]) -> float | None:
+    """Standard deviation of a loss beyond what its method and its seed explain; None where they explain everything."""
+    several = [(number, group) for number, group in enumerate(groups) if len(group) > 1]
+    runs = [(number, result["seed"], loss(result)) for number, group in several for result in group]
+    seeds = sorted({seed for _, seed, _ in runs})
+    if not runs:
+        return None
+    explained = np.array(
+        [[at == n for n, _ in several] + [seed == s for s in seeds[1:]] for at, seed, _ in runs], float
+    )
+    losses = np.array([value for _, _, value in runs])
+    freedom = len(losses) - int(np.linalg.matrix_rank(explained))
+    rest = losses - explained @ np.linalg.lstsq(explained, losses, rcond=None)[0]
+    return math.sqrt(float(rest @ rest) / freedom) if freedom else None
+
+
+def shared(*groups: Sequence[Result]) -> list[list[Result]]:
+    """The results of the seeds that all groups have; of all seeds where there are none such."""
+    seeds = set.intersection(*({result["seed"] for result in group} for group in groups))
+    return [[result for result in group if not seeds or result["seed"] in seeds] for group in groups]
+
+
 def mean(group: Sequence[Result], of: Callable[[Result], float] = loss) -> float:
     """Over seeds."""
     return sum(map(of, group)) / len(group)
 
 
 def difference(some: Sequence[Result], others: Sequence[Result], spread: float | None) -> Estimate:
-    """The loss of some less that of others, both the means over their seeds."""
+    """The loss of some less that of others, both the means over the seeds that they share."""
+    some, others = shared(some, others)
+    if not {result["seed"] for result in some} & {result["seed"] for result in others}:
+        spread = None
     parts = _mean_parts(some, "last_parts") - _mean_parts(others, "last_parts")
     return Estimate(mean(some) - mean(others), _error(parts, some, spread, 1 / len(some) + 1 / len(others)))
 

@@ -89,7 +89,7 @@ def headroom_table(comparison: Comparison, table: Table) -> str:
     lines = [
         ["headroom", *(_headroom_in_words(comparison, table, number) for number in range(len(rooms)))],
         [
-            "spread over seeds, pooled over methods",
+            "spread of a loss beyond its method and seed",
             *(OPEN if spread is None else f"{spread:.4f}" for spread in table.spreads),
         ],
         ["headroom over spread", *times],
@@ -114,7 +114,10 @@ def left_out(diverged: int) -> str:
 
 def _headroom(comparison: Comparison, table: Table, number: int) -> float | None:
     groups = [table.rows[name].budgets[number] for name in (comparison.floor, comparison.baseline)]
-    return statistics.mean(groups[0]) - statistics.mean(groups[1]) if all(groups) else None
+    if not all(groups):
+        return None
+    floor, base = map(statistics.mean, statistics.shared(*groups))
+    return floor - base
 
 
 def _headroom_in_words(comparison: Comparison, table: Table, number: int) -> str:
@@ -124,10 +127,11 @@ def _headroom_in_words(comparison: Comparison, table: Table, number: int) -> str
 
 
 def _recovered(comparison: Comparison, table: Table, row: Row, number: int) -> str:
-    room, group = _headroom(comparison, table, number), row.budgets[number]
-    if room is None or not group:
+    groups = [table.rows[name].budgets[number] for name in (comparison.floor, comparison.baseline, row.name)]
+    if not all(groups):
         return OPEN
-    share = (statistics.mean(table.rows[comparison.floor].budgets[number]) - statistics.mean(group)) / room
+    floor, base, mine = map(statistics.mean, statistics.shared(*groups))
+    share = (floor - mine) / (floor - base)
     return f"{share:.0%}" + left_out(table.diverged(number, row.name, comparison.floor, comparison.baseline))
 
 
