@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recurrent_depth.contracts import Notes
-from recurrent_depth.depth import Depth, as_depth, require_instance, require_whole
-from recurrent_depth.exits import require_number
+from recurrent_depth.depth import Depth, as_depth, require_instance, require_number, require_whole
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.objective import mean_of_real, next_token_loss

@@ -1,5 +1,6 @@
 """How deep: the layout of a model and the depth of one forward."""
 
+import math
 import numbers
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -19,6 +20,22 @@ def require_whole(name: str, value: object, at_least: int | None = None) -> int:
         return int(value)
     bound = "" if at_least is None else f" of at least {at_least}"
     raise ValueError(f"{name} is {value!r}, but must be a whole number{bound}.")
+
+
+def require_number(
+    name: str, value: object, *, above: float | int = -math.inf, at_most: float | int = math.inf
+) -> float:
+    """Returns `value` as a float.
+
+    Raises:
+        ValueError: if it is no finite number (a bool is none) or out of bounds; names argument, value and bounds.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = float(value)
+        if math.isfinite(number) and above < number <= at_most:
+            return number
+    bounds = [f"{word} {bound:g}" for word, bound in (("above", above), ("at most", at_most)) if math.isfinite(bound)]
+    raise ValueError(f"{name} is {value!r}, but must be a finite number {' and '.join(bounds)}".rstrip() + ".")
 
 
 def require_instance(name: str, value: object, kind: type, example: str = "") -> None:

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from recurrent_depth.depth import require_instance
-from recurrent_depth.exits import ExitRule, exit_law, require_number
+from recurrent_depth.depth import require_instance, require_number
+from recurrent_depth.exits import ExitRule, exit_law
 from recurrent_depth.objective import (
     IGNORED,
     next_token_loss,

@@ -1,8 +1,6 @@
 """Leaving the loop early: the interface, the law of leaving, and the rules that look at no convergence."""
 
 import abc
-import math
-import numbers
 from collections.abc import Callable
 
 import torch
@@ -10,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Tree
-from recurrent_depth.depth import require_instance, require_whole
+from recurrent_depth.depth import require_instance, require_number, require_whole
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.update import DepthState
 
@@ -167,19 +165,3 @@ class LearnedExit(ExitRule):
         # A sum of products, since autocast would make a matrix product of them, in bfloat16.
         products = at_least_float32(x) * at_least_float32(self.linear.weight)
         return carry, torch.sigmoid(products.sum(-1) + at_least_float32(self.bias))
-
-
-def require_number(
-    name: str, value: object, *, above: float | int = -math.inf, at_most: float | int = math.inf
-) -> float:
-    """Returns `value` as a float.
-
-    Raises:
-        ValueError: if it is no finite number (a bool is none) or out of bounds; names argument, value and bounds.
-    """
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        number = float(value)
-        if math.isfinite(number) and above < number <= at_most:
-            return number
-    bounds = [f"{word} {bound:g}" for word, bound in (("above", above), ("at most", at_most)) if math.isfinite(bound)]
-    raise ValueError(f"{name} is {value!r}, but must be a finite number {' and '.join(bounds)}".rstrip() + ".")

@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Call, Tree, UpdateCost
-from recurrent_depth.exits import ExitRule, Hazard, Readout, require_number
+from recurrent_depth.depth import require_number
+from recurrent_depth.exits import ExitRule, Hazard, Readout
 from recurrent_depth.halting_unit import Mix, sum_states
 from recurrent_depth.injection import Injection
 from recurrent_depth.numerics import at_least_float32

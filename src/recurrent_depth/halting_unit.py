@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.depth import require_whole
-from recurrent_depth.exits import require_number
+from recurrent_depth.depth import require_number, require_whole
 from recurrent_depth.numerics import at_least_float32
 
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]

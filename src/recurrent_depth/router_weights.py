@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.exits import require_number
+from recurrent_depth.depth import require_number
 
 
 class RouterWeight(nn.Module, abc.ABC):

@@ -3,8 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from recurrent_depth.depth import Depth, optional_steps, require_whole
-from recurrent_depth.exits import require_number
+from recurrent_depth.depth import Depth, optional_steps, require_number, require_whole
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, draw_poisson, expected_lack, generator_of, on_step
 
 
