@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from processes import EXAMPLES, kill, start, wait_until
 from program_text import TEXT
 from torch import nn
@@ -20,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 # isort: split
 import compare
-from comparison import running, statistics, tables, working
+from comparison import planning, running, statistics, tables, working
 from comparison.checking import check
 from comparison.collecting import Row, Table, collect
 from comparison.describing import described
@@ -419,7 +421,7 @@ def test_a_run_that_another_process_trains_is_waited_for_and_not_lost(tiny, out,
     monkeypatch.setattr(FakeWorker, "comparison", comparison)
     monkeypatch.setattr(working, "Worker", FakeWorker)
     monkeypatch.setattr(working, "POLL_SECONDS", 0.01)
-    held, other = trials(comparison, "dense")
+    held, other = trials(comparison, out, "dense")
     said, lock = [], only_one(out / held.name)
     lock.__enter__()
 
@@ -462,6 +464,24 @@ def test_a_run_that_diverges_has_a_result_and_is_not_chosen(tiny, out, monkeypat
     assert collect(comparison, out).rows["grt"].trials == {1e-3: pytest.approx(8, abs=8), 2e-3: math.inf}
 
 
+@given(data=st.data(), num_rates=st.integers(1, 7))
+def test_the_rates_tried_are_those_from_the_middle_to_beyond_the_best(tiny, data, num_rates):
+    comparison, _ = tiny
+    rates = [1e-3 * 2**number for number in range(num_rates)]
+    best = data.draw(st.integers(0, num_rates - 1))
+    losses = {rate: abs(number - best) for number, rate in enumerate(rates)}
+    shuffled = tuple(data.draw(st.permutations(rates)))
+    comparison = comparison._replace(protocol=comparison.protocol._replace(rates=shuffled))
+    done: dict[float, float] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "trial_score", lambda comparison, out, run: done.get(run.rate))
+        while best_rate(comparison, Path(), "grt") is None:
+            done |= {run.rate: losses[run.rate] for run in trials(comparison, Path(), "grt")}
+        assert best_rate(comparison, Path(), "grt") == rates[best]
+    middle = (num_rates - 1) // 2
+    assert sorted(done) == rates[max(0, min(middle, best - 1)) : max(middle + 1, best + 1) + 1]
+
+
 def diverges(self, factor):
     raise DivergedError("loss nan at step 1")
 
@@ -470,7 +490,7 @@ def test_a_run_that_goes_on_further_down_the_plan_waits_for_its_turn(finished, o
     comparison, folder = finished
     plan = (Full("every", 0, 1), Full("dense", 0, 1), Full("dense", 0), Full("every", 0))
     names = [f"{name}-lr{best_rate(comparison, folder, name):g}-seed0" for name in ("every", "dense")]
-    for run in [run for name in ("dense", "grt") for run in trials(comparison, name)]:
+    for run in [run for name in ("dense", "grt") for run in trials(comparison, folder, name)]:
         shutil.copytree(folder / run.name, out / run.name)
     (out / names[1] / "result-10.json").unlink()
     comparison = comparison._replace(plan=plan)
@@ -664,7 +684,7 @@ def find_line(table: str, start: str) -> str:
 def test_a_trial_whose_loss_is_no_number_is_not_chosen(finished, tmp_path):
     comparison, folder = finished
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    for run in trials(comparison, "grt")[:1]:
+    for run in trials(comparison, tmp_path, "grt")[:1]:
         path = running.result_path(tmp_path / run.name, 5)
         content = json.loads(path.read_text())
         content["measured"]["exits"][-1] = math.nan
@@ -692,6 +712,7 @@ def test_diverged_seeds_of_a_puzzle_are_counted(tmp_path):
 def test_the_best_rate_is_marked_and_said_to_lie_at_an_edge(tiny, losses, shown):
     comparison, _ = tiny
     trials = dict(zip((1e-3, 2e-3, 4e-3), losses, strict=True))
+    comparison = comparison._replace(protocol=comparison.protocol._replace(rates=tuple(trials)))
     row = Row("grt", "GRT", 1, min(trials, key=lambda rate: trials[rate]), [], [], trials)
     assert shown in tables.trials_table(comparison, Table({"grt": row}, [], []))
 

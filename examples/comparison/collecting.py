@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from comparison import planning, statistics
 from comparison.parts import Comparison, Full, Run
-from comparison.planning import best_rate, read_result, trials
+from comparison.planning import best_rate, possible_trials, read_result, trial_score, trials
 from comparison.statistics import Estimate, Result
 
 
@@ -20,7 +20,7 @@ class Row(NamedTuple):
         rate: the learning rate that the trials chose; None while that is open.
         budgets: for each budget, the results of the seeds that are done and did not diverge.
         diverged: for each budget, how many seeds did.
-        trials: the loss of each rate's trial; None while it is open, infinite where it diverged.
+        trials: the loss of each rate's trial, of those that are asked for; None while open, infinite where it diverged.
     """
 
     name: str
@@ -100,8 +100,7 @@ def _row(comparison: Comparison, out: Path, name: str) -> Row:
     done = [_done(comparison, out, runs, budget) for budget in comparison.protocol.budgets]
     budgets = [[one for one in group if planning.score(comparison, one) < math.inf] for group in done]
     diverged = [len(group) - len(finite) for group, finite in zip(done, budgets, strict=True)]
-    own = [] if comparison.methods[name].rate_of else trials(comparison, name)
-    tried = {run.rate: _loss(comparison, out, run) for run in own}
+    tried = {} if comparison.methods[name].rate_of else _tried(comparison, out, name)
     return Row(name, comparison.methods[name].label, len(seeds), rate, budgets, diverged, tried)
 
 
@@ -110,6 +109,8 @@ def _done(comparison: Comparison, out: Path, runs: list[Run], budget: int) -> li
     return [result for result in results if result is not None]
 
 
-def _loss(comparison: Comparison, out: Path, trial: Run) -> float | None:
-    result = read_result(comparison, out, trial, comparison.protocol.budgets[0])
-    return None if result is None else planning.score(comparison, result)
+def _tried(comparison: Comparison, out: Path, name: str) -> dict[float, float | None]:
+    """The trials that the choice asks for, and any others that there are."""
+    asked = trials(comparison, out, name)
+    losses = {run: trial_score(comparison, out, run) for run in possible_trials(comparison, name)}
+    return {run.rate: loss for run, loss in losses.items() if run in asked or loss is not None}

@@ -86,13 +86,15 @@ FIRST = {
     "naive": Method("naive loop", partial(rd.naive, NAIVE)),
     "grt": grt(label="GRT, bias 0", rate_of=None),
 }
-OTHERS = {
+RELATIVES = {
     "huginn": Method("Huginn, heavy tail", partial(rd.huginn, GATED, form=rd.GPT2Form), heavy_tail, init_std=None),
     "mor": Method("MoR, expert choice", partial(rd.mor, PLAIN), full_depth),
     "rrt": Method("RRT, rank 4", partial(rd.rrt, NAIVE, rank=4)),
     "ouro": Method("Ouro", partial(rd.ouro, NAIVE, form=sandwich), full_depth, learned_exits, every_step_cost),
     "grt-isoparams": grt(rd.Layout(1, 10, 2, 1), label="GRT, isoPARAMS", rate_of=None),
     "naive-isoparams": Method("naive loop, isoPARAMS", partial(rd.naive, rd.Layout(0, 12, 2, 0))),
+}
+MORE = {
     "mod": Method("MoD", partial(rd.mod, PLAIN), full_depth),
     "universal": Method("Universal Transformer, ACT", partial(rd.universal, NAIVE), full_depth, init_std=None),
     "albert": Method("ALBERT", partial(rd.albert, 12, inner_dim=32)),
@@ -156,20 +158,22 @@ PAIRS = (
 
 
 def plan() -> tuple[Trials | Full, ...]:
-    """The first four, what holds them back, and their seeds at two budgets; one seed of everything; then the rest."""
+    """The first four and what holds them back; one seed of everything, what is asked for most first; then the rest."""
     first = [Trials(name) for name in FIRST] + [Full(name, 0) for name in FIRST]
     first += [Full(name, 0, 2) for name in WHAT_HOLDS_BACK]
-    first += [Full(name, seed, 2) for seed in (1, 2) for name in (*FIRST, *FULL_DEPTH)]
-    others = [Trials(name) for name in OTHERS]
+    first += [Full(name, 1, 2) for name in (*FIRST, *FULL_DEPTH)]
+    relatives, more = (
+        [cell for name in group for cell in (Trials(name), Full(name, 0, 2))] for group in (RELATIVES, MORE)
+    )
     varied = [Full(name, 0, 2) for name in (*ABLATIONS, *SPLITS)]
     seeds = [Full(name, seed) for seed in (1, 2) for name in FIRST]
-    longer = [Full(name, seed) for seed in (0, 1) for name in (*OTHERS, *ABLATIONS, *SPLITS)]
-    return (*first, *others, *varied, *seeds, *longer)
+    longer = [Full(name, seed) for seed in (0, 1) for name in (*RELATIVES, *ABLATIONS, *SPLITS, *MORE)]
+    return (*first, *relatives, *varied, *more, *seeds, *longer)
 
 
 COMPARISON = Comparison(
     data=TextData(num_rows=ROWS),
-    methods={**FIRST, **OTHERS, **ABLATIONS, **SPLITS},
+    methods={**FIRST, **RELATIVES, **ABLATIONS, **SPLITS, **MORE},
     protocol=Protocol(budgets=(1464, 2928, 5856)),  # 3, 6 and 12 million tokens
     plan=plan(),
     dim=DIM,

@@ -93,7 +93,7 @@ class Protocol(NamedTuple):
         budgets: optimizer steps of each complete run; all but the last fork off the trunk of the longest.
         cooldown: the last share of each budget, in which the rate falls to 0.
         warmup: steps in which it rises.
-        rates: the learning rates that each method tries, at the first budget with the first seed.
+        rates: the learning rates of which each method tries those around its best, at the first budget, with one seed.
         weight_decay: of matrices.
         clip: the largest norm of a gradient.
     """
@@ -170,7 +170,7 @@ class Run(NamedTuple):
 
 
 class Trials(NamedTuple):
-    """All learning rates of a method, at the first budget."""
+    """The learning rates that a method needs to try, at the first budget."""
 
     method: str
 

@@ -38,26 +38,48 @@ def is_done(comparison: Comparison, out: Path, run: Run) -> bool:
     return all(result_path(out / run.name, budget).exists() for budget in budgets)
 
 
-def trials(comparison: Comparison, method: str) -> list[Run]:
-    """The trials of the learning rate that a method goes by: its own, or those of the method that it varies."""
+def possible_trials(comparison: Comparison, method: str) -> list[Run]:
+    """One for each learning rate, in ascending order: of the method, or of the one that it varies."""
     owner = comparison.methods[method].rate_of or method
-    return [Run(owner, rate, _trial_seed(comparison, owner), 1) for rate in comparison.protocol.rates]
+    return [Run(owner, rate, _trial_seed(comparison, owner), 1) for rate in sorted(comparison.protocol.rates)]
+
+
+def trials(comparison: Comparison, out: Path, method: str) -> list[Run]:
+    """The trials that choose the learning rate, as far as they can be named by now.
+
+    The two rates in the middle, then outward from the best one until both of its neighbours are tried.
+    """
+    runs = possible_trials(comparison, method)
+    low = (len(runs) - 1) // 2
+    high = min(low + 1, len(runs) - 1)
+    while None not in (scores := [trial_score(comparison, out, run) for run in runs[low : high + 1]]):
+        best = low + scores.index(min(score for score in scores if score is not None))
+        if best == low and low > 0:
+            low -= 1
+        elif best == high and high < len(runs) - 1:
+            high += 1
+        else:
+            break
+    return runs[low : high + 1]
+
+
+def trial_score(comparison: Comparison, out: Path, trial: Run) -> float | None:
+    """None while it is open, infinite where it diverged."""
+    result = read_result(comparison, out, trial, comparison.protocol.budgets[0])
+    return None if result is None else score(comparison, result)
 
 
 def best_rate(comparison: Comparison, out: Path, method: str) -> float | None:
     """The rate of the best trial; None until all are done."""
-    first = comparison.protocol.budgets[0]
-    results = [(run, read_result(comparison, out, run, first)) for run in trials(comparison, method)]
-    if any(result is None for _, result in results):
-        return None
-    scores = {run.rate: score(comparison, result) for run, result in results if result is not None}
-    return min(scores, key=lambda rate: scores[rate])
+    scores = {run.rate: trial_score(comparison, out, run) for run in trials(comparison, out, method)}
+    done = {rate: score for rate, score in scores.items() if score is not None}
+    return min(done, key=lambda rate: done[rate]) if len(done) == len(scores) else None
 
 
 def runs_of(comparison: Comparison, out: Path, cell: Trials | Full) -> list[Run] | None:
     """The runs that a cell of the plan stands for; None while its learning rate is not known."""
     if isinstance(cell, Trials):
-        return trials(comparison, cell.method)
+        return trials(comparison, out, cell.method)
     rate = best_rate(comparison, out, cell.method)
     return (
         None

@@ -64,9 +64,10 @@ def exits_table(comparison: Comparison, table: Table) -> str:
 
 def trials_table(comparison: Comparison, table: Table) -> str:
     """Each method's trials of the learning rate: the best in bold, and whether it is the lowest or highest tried."""
-    head = ["rate", *(f"{rate:g}" for rate in comparison.protocol.rates)]
-    rows = [row for row in table.rows.values() if row.trials]
-    return _markdown(head, [[row.label, *_trials(row)] for row in rows])
+    rates = sorted(comparison.protocol.rates)
+    shown = {row.label: _trials(row) for row in table.rows.values() if row.trials}
+    lines = [[label, *(losses.get(rate, "") for rate in rates)] for label, losses in shown.items()]
+    return _markdown(["rate", *(f"{rate:g}" for rate in rates)], lines)
 
 
 def pairs_table(comparison: Comparison, table: Table) -> str:
@@ -167,12 +168,12 @@ def _times(row: Row, base: Row, of) -> str:
     return OPEN
 
 
-def _trials(row: Row) -> list[str]:
+def _trials(row: Row) -> dict[float, str]:
     shown = {rate: _trial(loss) for rate, loss in row.trials.items()}
     if row.rate is not None:
         at_edge = row.rate in (min(shown), max(shown))
         shown[row.rate] = f"**{shown[row.rate]}**" + (" (edge)" if at_edge else "")
-    return list(shown.values())
+    return shown
 
 
 def _trial(value: float | None) -> str:
