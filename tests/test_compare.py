@@ -31,7 +31,7 @@ from comparison.locking import BusyError, is_held, only_one
 from comparison.panel import panel
 from comparison.parts import Full, Method, Run, cost, full_depth
 from comparison.planning import best_rate, find_run, known_runs, missing_runs, read_result, score, trials
-from comparison.puzzles import IGNORED, Automaton, PointerChasing
+from comparison.puzzles import IGNORED, Automaton, PointerChasing, PuzzleData
 from comparison.running import DivergedError, Running
 from comparison.stopping import StoppedError, stop_request
 from comparison.verifying import verify
@@ -923,18 +923,32 @@ def test_the_share_of_tokens_that_took_each_step_is_measured(tiny):
 # The second panel
 
 
-def test_pointers_are_followed():
-    puzzle = PointerChasing(num_nodes=5, max_hops=4, num_questions=3)
-    tokens, targets = puzzle.make(np.random.default_rng(0), np.array([[1, 3, 4], [2, 2, 1]]))
-    assert tokens.shape == targets.shape == (2, puzzle.sizes()[1])
-    for row, answers in zip(tokens.tolist(), targets.tolist(), strict=True):
-        leads_to = dict(zip(row[0:10:2], row[1:10:2], strict=True))
-        for place in range(10, 16, 2):
-            node = row[place + 1]
-            for _ in range(row[place] - 5 + 1):
+@given(nodes=st.integers(3, 7), data=st.data(), seed=st.integers(0, 2**20))
+def test_pointers_are_followed(nodes, data, seed):
+    most = data.draw(st.integers(1, nodes - 1))
+    puzzle = PointerChasing(nodes, most, num_questions=4)
+    hops = np.random.default_rng(seed).integers(1, most + 1, size=(3, 4))
+    tokens, targets = puzzle.make(np.random.default_rng(seed), hops)
+    assert tokens.shape == targets.shape == (3, puzzle.sizes()[1])
+    assert tokens.max() < puzzle.sizes()[0]
+    for row, answers, asked in zip(tokens.tolist(), targets.tolist(), hops.tolist(), strict=True):
+        leads_to = dict(divmod(arrow, nodes) for arrow in row[:nodes])
+        assert sorted(leads_to) == sorted(leads_to.values()) == list(range(nodes))
+        assert answers[:nodes] == [IGNORED] * nodes
+        for question, answer, times in zip(row[nodes:], answers[nodes:], asked, strict=True):
+            kind, begun = divmod(question, nodes)
+            assert kind - nodes + 1 == times
+            node = begun
+            for _ in range(times):
                 node = leads_to[node]
-            assert answers[place] == IGNORED
-            assert answers[place + 1] == node
+                assert node != begun
+            assert answer == node
+
+
+def test_questions_take_one_step_more_after_each_stretch():
+    data = PuzzleData(PointerChasing(num_nodes=5, max_hops=3, num_questions=40), stretch=10)
+    most = [(data.batch(step, 0)[0].max() // 5 - 5 + 1).item() for step in range(40)]
+    assert most == [1] * 10 + [2] * 10 + [3] * 20
 
 
 def test_cells_take_as_many_steps_as_asked():
