@@ -125,10 +125,10 @@ def test_more_steps_than_routers_are_refused():
         model(torch.randint(23, (1, 5)), 4)
 
 
-def test_the_cost_is_that_of_the_routers():
+def test_the_cost_is_that_of_two_routers_and_of_what_is_read():
     model = tiny(rd.mesh, num_slots=5)
     parts = rd.accounting.flops_breakdown(model, 10)
-    assert parts.begin == 10 * 2 * 2 * 5 * 16
+    assert parts.begin == 10 * 3 * 2 * 5 * 16
     assert parts.update == 3 * parts.begin
 
 

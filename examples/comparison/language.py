@@ -117,10 +117,10 @@ ABLATIONS = {
     "ungated-full-depth": grt(update=ungated, sampler=full_depth, label="GRT without gate, always full depth"),
     "grt-no-noise": grt(update=partial(open_gate, state_noise=0.0, gate_noise=0.0), label="GRT without noise"),
     "grt-init-0.02": grt(init_std=0.02, label="GRT, weights from N(0, 0.02²)"),
+    "grt-act": grt(update=halted_gate, sampler=full_depth, label="gate × ACT"),
     "grt-every-exit": grt(
         sampler=full_depth, objective=every_exit, cost=every_step_cost, label="GRT, a loss at every exit"
     ),
-    "grt-act": grt(update=halted_gate, sampler=full_depth, label="gate × ACT"),
 }
 SPLITS = {
     f"split-{layout.prelude}-{layout.core}x{layout.num_steps}-{layout.coda}": grt(layout)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from recurrent_depth.contracts import Call, PartCost, UpdateCost
 from recurrent_depth.depth import require_whole
 from recurrent_depth.injection import Injection
-from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.numerics import at_least_float32, without_autocast
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate, initial_state
 
@@ -94,9 +94,10 @@ class MemorySlotsUpdate(DepthUpdate):
         return state._replace(h=h, carry=slots, write=torch.ones_like(state.write))
 
     def _cycle(self, slots: Tensor, h: Tensor, out: Tensor, cycle: int) -> tuple[Tensor, Tensor]:
-        write, read = (router(h, cycle)[..., None].to(slots.dtype) for router in (self.writer, self.reader))
-        slots = slots + write * out[:, :, None]
-        return slots, (read * slots).sum(2)
+        write, read = (router(h, cycle).to(slots.dtype) for router in (self.writer, self.reader))
+        slots = torch.addcmul(slots, write[..., None], out[:, :, None])  # in one pass: slots are many times the state
+        with without_autocast(slots.device):
+            return slots, (read[:, :, None] @ slots)[:, :, 0]
 
     def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
         """The state: the last step's read."""
@@ -109,11 +110,11 @@ class MemorySlotsUpdate(DepthUpdate):
             )
 
     def cost(self, num_steps: int) -> UpdateCost:
-        """Both routers once per cycle, and the injection's; the weighted sums are not counted.
+        """Both routers and the sum that is read, once per cycle, and the injection's.
 
         Raises:
             ValueError: for more steps than there are routers.
         """
         self._check(num_steps)
-        routers = self.writer.cost() + self.reader.cost()
-        return UpdateCost(*PartCost(routers, routers).plus(self.inject.cost()))
+        cycle = self.writer.cost() + self.reader.cost() + 2 * self.num_slots * self.dim
+        return UpdateCost(*PartCost(cycle, cycle).plus(self.inject.cost()))
