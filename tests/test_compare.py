@@ -642,7 +642,7 @@ def test_diverged_seeds_stand_in_the_tables(finished, tmp_path):
     table = collect(comparison, tmp_path)
     [survivor] = table.rows["grt"].budgets[1]
     line = find_line(tables.methods_table(comparison, table), "GRT")
-    assert f"| {statistics.loss(survivor):.4f} (1 of 2 seeds, 1 diverged) |" in line
+    assert f"| {statistics.loss(survivor):.4f} (1 of 2, 1 diverged) |" in line
     for shown in (tables.pairs_table, tables.depth_table, tables.exits_table, tables.baseline_table):
         assert "(1 diverged, left out)" in shown(comparison, table)
     assert "diverged" not in find_line(tables.baseline_table(comparison, table), "every exit")
@@ -652,7 +652,7 @@ def test_diverged_seeds_stand_in_the_tables(finished, tmp_path):
     assert find_line(tables.pairs_table(comparison, table), "GRT less dense").endswith("| open |")
     (tmp_path / f"grt-lr{rate:g}-seed0" / "result-10.json").unlink()
     line = find_line(tables.methods_table(comparison, collect(comparison, tmp_path)), "GRT")
-    assert line.endswith("| open (0 of 2 seeds, 1 diverged) |")
+    assert line.endswith("| open (0 of 2, 1 diverged) |")
     assert "1 diverged" in comparison.publish(comparison, tmp_path, tmp_path / "published")
 
 
@@ -742,7 +742,7 @@ def test_the_tables_of_finished_cells_have_nothing_open(finished, tmp_path):
     text = comparison.publish(comparison, folder, tmp_path)
     assert ", 0.0 core-hours left" in progress(comparison, folder, 1)
     assert "open" not in text
-    assert "2 of 2 seeds" in text
+    assert "(2 of 2) |" in text
     for title in ("Headroom", "Less dense", "Differences", "Depth gain", "By exit", "Learning rates"):
         assert f"## {title}" in text
     assert json.loads((tmp_path / "results.json").read_text())["methods"]["grt"]["rate"] in (1e-3, 2e-3)

@@ -70,7 +70,7 @@ def _text(out: Path) -> list[str]:
     return [
         f"{said['train_tokens']:,} tokens to train on, {said['held_out_tokens']:,} held out ({size:,.0f} bytes; "
         f"{said['bytes_per_token']:.2f} bytes per token; checksum {said['checksum'][:16]}).",
-        "Losses are bits per byte of held-out text; lower is better.",
+        "Losses are bits per byte of held-out text, lower is better; in brackets, how many of the seeds are done.",
     ]
 
 

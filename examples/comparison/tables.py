@@ -13,8 +13,8 @@ OPEN = "open"
 
 
 def methods_table(comparison: Comparison, table: Table) -> str:
-    """Each method's size, costs, learning rate and losses."""
-    head = ["method", "layout", "parameters", "FLOPs, forward", "FLOPs, training", "rate", *_budgets(comparison)]
+    """Each method's size, costs and losses."""
+    head = ["method", "layout", "parameters", "FLOPs, forward", "FLOPs, training", *_budgets(comparison)]
     return _markdown(head, [_method(comparison, table, row) for row in table.rows.values()])
 
 
@@ -24,8 +24,7 @@ def _method(comparison: Comparison, table: Table, row: Row) -> list[str]:
     if row.longest:
         result = row.longest[0]
         sizes = [result["layout"], f"{result['parameters']:,}", _times(row, base, _forward), _times(row, base, _spent)]
-    rate = OPEN if row.rate is None else f"{row.rate:g}"
-    return [row.label, *sizes, rate, *(_losses(row, number) for number in range(len(row.budgets)))]
+    return [row.label, *sizes, *(_losses(row, number) for number in range(len(row.budgets)))]
 
 
 def baseline_table(comparison: Comparison, table: Table) -> str:
@@ -140,10 +139,10 @@ def _losses(row: Row, number: int) -> str:
     group, lost = row.budgets[number], row.diverged[number]
     also = f", {lost} diverged" if lost else ""
     if group:
-        return f"{statistics.mean(group):.4f} ({len(group)} of {row.num_seeds} seeds{also})"
+        return f"{statistics.mean(group):.4f} ({len(group)} of {row.num_seeds}{also})"
     if lost and lost == row.num_seeds:
         return "diverged"
-    return f"{OPEN} (0 of {row.num_seeds} seeds{also})" if lost else OPEN
+    return f"{OPEN} (0 of {row.num_seeds}{also})" if lost else OPEN
 
 
 def _at_equal_flops(row: Row, base: Row) -> str:
