@@ -91,6 +91,8 @@ RELATIVES = {
     "mor": Method("MoR, expert choice", partial(rd.mor, PLAIN), full_depth),
     "rrt": Method("RRT, rank 4", partial(rd.rrt, NAIVE, rank=4)),
     "ouro": Method("Ouro", partial(rd.ouro, NAIVE, form=sandwich), full_depth, learned_exits, every_step_cost),
+}
+ISOPARAMS = {
     "grt-isoparams": grt(rd.Layout(1, 10, 2, 1), label="GRT, isoPARAMS", rate_of=None),
     "naive-isoparams": Method("naive loop, isoPARAMS", partial(rd.naive, rd.Layout(0, 12, 2, 0))),
 }
@@ -158,22 +160,22 @@ PAIRS = (
 
 
 def plan() -> tuple[Trials | Full, ...]:
-    """The first four and what holds them back; one seed of everything, what is asked for most first; then the rest."""
+    """What is asked for most comes first: the first four, what holds them back, the relatives; then one seed of the rest."""
     first = [Trials(name) for name in FIRST] + [Full(name, 0) for name in FIRST]
     first += [Full(name, 0, 2) for name in WHAT_HOLDS_BACK]
     first += [Full(name, 1, 2) for name in (*FIRST, *FULL_DEPTH)]
-    relatives, more = (
-        [cell for name in group for cell in (Trials(name), Full(name, 0, 2))] for group in (RELATIVES, MORE)
+    relatives, same_size, more = (
+        [cell for name in group for cell in (Trials(name), Full(name, 0, 2))] for group in (RELATIVES, ISOPARAMS, MORE)
     )
-    varied = [Full(name, 0, 2) for name in (*ABLATIONS, *SPLITS)]
+    short, varied = ([Full(name, 0, most) for name in (*ABLATIONS, *SPLITS)] for most in (1, 2))
     seeds = [Full(name, seed) for seed in (1, 2) for name in FIRST]
-    longer = [Full(name, seed) for seed in (0, 1) for name in (*RELATIVES, *ABLATIONS, *SPLITS, *MORE)]
-    return (*first, *relatives, *varied, *more, *seeds, *longer)
+    longer = [Full(name, seed) for seed in (0, 1) for name in (*RELATIVES, *ISOPARAMS, *ABLATIONS, *SPLITS, *MORE)]
+    return (*first, *relatives, *short, *same_size, *varied, *more, *seeds, *longer)
 
 
 COMPARISON = Comparison(
     data=TextData(num_rows=ROWS),
-    methods={**FIRST, **RELATIVES, **ABLATIONS, **SPLITS, **MORE},
+    methods={**FIRST, **RELATIVES, **ISOPARAMS, **ABLATIONS, **SPLITS, **MORE},
     protocol=Protocol(budgets=(1464, 2928, 5856)),  # 3, 6 and 12 million tokens
     plan=plan(),
     dim=DIM,
