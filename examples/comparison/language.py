@@ -160,7 +160,7 @@ PAIRS = (
 
 
 def plan() -> tuple[Trials | Full, ...]:
-    """What is asked for most comes first: the first four, what holds them back, the relatives; then one seed of the rest."""
+    """What is asked for most comes first: the first four, what holds them back, the relatives; then the rest."""
     first = [Trials(name) for name in FIRST] + [Full(name, 0) for name in FIRST]
     first += [Full(name, 0, 2) for name in WHAT_HOLDS_BACK]
     first += [Full(name, 1, 2) for name in (*FIRST, *FULL_DEPTH)]
