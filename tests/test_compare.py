@@ -582,25 +582,48 @@ def result(last, first=None, flops=1.0, seed=0):
 def test_a_difference_is_claimed_above_two_standard_errors_of_seeds_and_text():
     some = [result([1.0, 1.1], seed=0), result([1.2, 1.3], seed=1)]
     others = [result([1.4, 1.5], seed=1)]
-    found = statistics.difference(some, others, 0.2)
+    spread = statistics.Spread(0.2, freedom=100)
+    found = statistics.difference(some, others, spread)
     assert found.value == pytest.approx(-0.2)  # at the seed that both have
     assert found.error == pytest.approx(0.2 * math.sqrt(2))  # paired, the text adds nothing here
     assert not found.claimed
-    assert statistics.difference(some[:1], others, 0.2).error is None
+    assert statistics.difference(some[:1], others, spread).error is None
     assert statistics.Estimate(-0.3, 0.149).claimed
     assert not statistics.difference(some, others, None).claimed
-    uneven = statistics.difference([result([1.0, 1.2])], [result([1.0, 1.0])], 0.0)
+    uneven = statistics.difference([result([1.0, 1.2])], [result([1.0, 1.0])], statistics.Spread(0.0, 1))
     assert uneven.error == pytest.approx(np.std([0.0, 0.2], ddof=1) / math.sqrt(2))
+
+
+@pytest.mark.parametrize("num_methods, num_seeds", [(2, 2), (2, 3), (4, 2), (6, 3)])
+def test_where_methods_are_alike_five_claims_in_a_hundred_are_wrong_and_no_more(num_methods, num_seeds):
+    """However few seeds the spread is found with."""
+    draw, claims, times = np.random.default_rng(1).normal, 0, 1000
+    for _ in range(times):
+        of_seed = draw(size=num_seeds)
+        groups = [[result([draw() + of_seed[at]] * 2, seed=at) for at in range(num_seeds)] for _ in range(num_methods)]
+        claims += statistics.difference(*groups[:2], statistics.own_spread(groups)).claimed
+    assert claims / times == pytest.approx(0.05, abs=0.021)  # three standard errors
+
+
+def test_degrees_of_freedom_are_those_of_what_is_most_uncertain():
+    some, others = [result([1.0, 1.2, 1.1])], [result([1.0, 1.0, 1.0])]
+    by_text, by_seeds = (statistics.difference(some, others, statistics.Spread(size, 7)) for size in (1e-9, 10.0))
+    assert by_text.freedom == pytest.approx(2)
+    assert by_seeds.freedom == pytest.approx(7, rel=1e-3)
+    assert statistics.errors_needed(1) == pytest.approx(12.706, abs=1e-3)  # of any table of Student's t
+    assert statistics.errors_needed(math.inf) == 2
 
 
 def test_what_a_seed_does_to_all_methods_is_no_part_of_the_spread():
     method, seed = [1.0, 1.5, 2.0], [0.0, 0.3, -0.2]
     exact = [[result([m + s], seed=at) for at, s in enumerate(seed)] for m in method]
-    assert statistics.own_spread(exact) == pytest.approx(0, abs=1e-12)
-    assert (statistics.pooled_spread(exact) or 0) > 0.2
+    assert statistics.own_spread(exact) == (pytest.approx(0, abs=1e-12), 4)
+    pooled = statistics.pooled_spread(exact)
+    assert pooled is not None
+    assert pooled.value > 0.2
     two = [[result([0.0], seed=0), result([0.1], seed=1)], [result([1.0], seed=0), result([1.3], seed=1)]]
     differences = [1.0, 1.2]  # of the two methods, seed by seed: their variance is twice that of a loss
-    assert statistics.own_spread([*two, exact[0][:1]]) == pytest.approx(np.std(differences, ddof=1) / math.sqrt(2))
+    assert statistics.own_spread([*two, exact[0][:1]]) == (pytest.approx(np.std(differences, ddof=1) / math.sqrt(2)), 1)
     assert statistics.own_spread(two[:1]) is None
     assert statistics.own_spread([]) is None
 
@@ -609,7 +632,7 @@ def test_what_a_seed_does_to_all_methods_is_no_part_of_the_spread():
 def test_noise_of_a_known_size_is_found(of):
     draw = np.random.default_rng(0).normal
     groups = [[result([draw(method, 0.1)], seed=seed) for seed in range(20)] for method in range(30)]
-    assert of(groups) == pytest.approx(0.1, rel=0.1)
+    assert of(groups).value == pytest.approx(0.1, rel=0.1)
 
 
 def test_losses_at_equal_flops_lie_between_budgets():
@@ -722,9 +745,12 @@ def test_headroom_is_counted_in_spreads_and_shares_of_it(tiny):
     losses = {"dense": [1.0, 1.2], "blocks": [2.0, 2.2], "grt": [1.4, 1.2]}
     groups = {name: [result([v], seed=seed) for seed, v in enumerate(values)] for name, values in losses.items()}
     rows = {name: Row(name, name, 2, 1e-3, [[], group], [0, 0], {}) for name, group in groups.items()}
-    table = Table(rows, [None, statistics.own_spread(list(groups.values()))], [None, 0.1])
-    spread = table.spreads[1] or 0.0
-    assert f"| headroom over spread | open | {1 / spread:.1f} × |" in tables.headroom_table(comparison, table)
+    spread = statistics.own_spread(list(groups.values()))
+    table = Table(rows, [None, spread], [None, statistics.Spread(0.1, 1)])
+    assert spread is not None
+    shown = tables.headroom_table(comparison, table)
+    assert f"| headroom over spread | open | {1 / spread.value:.1f} × |" in shown
+    assert f"{spread.value:.4f} (2 degrees of freedom) |" in shown
     assert tables.baseline_table(comparison, table).splitlines()[-1].endswith("| open | 80% |")
 
 
@@ -732,8 +758,9 @@ def test_models_that_do_not_loop_say_nothing_about_depth_gains(finished):
     comparison, folder = finished
     table = collect(comparison, folder)
     loops = [row.budgets[1] for row in table.rows.values() if row.name in ("grt", "every")]
-    assert table.gain_spreads[1] == pytest.approx(statistics.pooled_spread(loops, statistics.gain))
-    assert (table.gain_spreads[1] or 0) > 0
+    assert table.gain_spreads[1] == statistics.pooled_spread(loops, statistics.gain)
+    assert table.gain_spreads[1] is not None
+    assert table.gain_spreads[1].value > 0
     assert table.depth_gain("dense", 1) is None
 
 

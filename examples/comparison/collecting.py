@@ -7,7 +7,7 @@ from typing import NamedTuple
 from comparison import planning, statistics
 from comparison.parts import Comparison, Full, Run
 from comparison.planning import best_rate, possible_trials, read_result, trial_score, trials
-from comparison.statistics import Estimate, Result
+from comparison.statistics import Estimate, Result, Spread
 
 
 class Row(NamedTuple):
@@ -52,8 +52,8 @@ class Table(NamedTuple):
     """
 
     rows: dict[str, Row]
-    spreads: list[float | None]
-    gain_spreads: list[float | None]
+    spreads: list[Spread | None]
+    gain_spreads: list[Spread | None]
 
     def difference(self, some: str, others: str, budget: int) -> Estimate | None:
         """Between two methods at the budget of this number; None while one is open."""

@@ -7,7 +7,7 @@ import numpy as np
 from comparison import statistics
 from comparison.collecting import Row, Table
 from comparison.parts import Comparison
-from comparison.statistics import Estimate
+from comparison.statistics import Estimate, Spread
 
 OPEN = "open"
 
@@ -83,14 +83,14 @@ def headroom_table(comparison: Comparison, table: Table) -> str:
     """Loss of the stored blocks run once less that of the dense model, and how many spreads over seeds that is."""
     rooms = [_headroom(comparison, table, number) for number in range(len(comparison.protocol.budgets))]
     times = [
-        OPEN if room is None or not spread else f"{room / spread:.1f} ×"
+        OPEN if room is None or spread is None or not spread.value else f"{room / spread.value:.1f} ×"
         for room, spread in zip(rooms, table.spreads, strict=True)
     ]
     lines = [
         ["headroom", *(_headroom_in_words(comparison, table, number) for number in range(len(rooms)))],
         [
             "spread of a loss beyond its method and seed",
-            *(OPEN if spread is None else f"{spread:.4f}" for spread in table.spreads),
+            *(OPEN if spread is None else f"{spread.value:.4f} ({_freedom(spread)})" for spread in table.spreads),
         ],
         ["headroom over spread", *times],
     ]
@@ -110,6 +110,10 @@ def in_words(estimate: Estimate | None) -> str:
 def left_out(diverged: int) -> str:
     """Says that a number is one of survivors."""
     return f" ({diverged} diverged, left out)" if diverged else ""
+
+
+def _freedom(spread: Spread) -> str:
+    return f"{spread.freedom} degree{'s' if spread.freedom > 1 else ''} of freedom"
 
 
 def _headroom(comparison: Comparison, table: Table, number: int) -> float | None:
