@@ -526,7 +526,7 @@ def test_compiled_decoding_is_eager(build):
 
 @pytest.mark.parametrize("build", [rd.mor, rd.mod, ROUTED["mor-token-choice"]], ids=["mor", "mod", "token choice"])
 def test_more_steps_than_the_router_knows_are_refused(build):
-    model, x = tiny(build, rd.Layout(0, 1, 3, 0)), some_tokens()
+    model, x = tiny(build, rd.Layout(0, 1, 3, 0)).eval(), some_tokens()
     with (
         pytest.warns(UserWarning, match="deeper than trained"),
         pytest.raises(
@@ -561,7 +561,7 @@ def test_a_router_of_another_width_is_refused_at_the_first_call(router):
 
 @pytest.mark.parametrize("num_steps", [2, 3, 4, 5])
 def test_mixture_of_depths_is_as_deep_as_it_was_built(num_steps):
-    model, x = tiny(rd.mod, rd.Layout(0, 1, num_steps, 0)), some_tokens()
+    model, x = tiny(rd.mod, rd.Layout(0, 1, num_steps, 0)).eval(), some_tokens()
     assert model(x, num_steps).isfinite().all()
     with (
         pytest.warns(UserWarning, match="deeper than trained"),

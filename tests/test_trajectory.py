@@ -36,6 +36,13 @@ def test_deeper_than_trained_works_and_warns():
     assert torch.equal(trajectory.after(3), model(X))
 
 
+def test_training_at_depths_beyond_the_layout_warns_of_nothing():
+    model, sampler = tiny().train(), rd.PoissonLogNormalDepth(mean=2, grad_steps=2)
+    deep = next(draw for draw in range(100) if sampler(draw).num_steps > model.num_steps)
+    rd.WithObjective(model)(X, sampler(deep)).backward()  # a warning is an error here
+    rd.WithObjective(model)(X, [model.num_steps + 1, 1]).backward()
+
+
 def test_sixty_four_steps_run_and_learn():
     model = tiny(layout=rd.Layout(1, 1, 64, 1))
     rd.next_token_loss(model(X), X).backward()

@@ -193,7 +193,8 @@ class RecurrentTransformer(nn.Module):
 
     def _depth(self, num_steps: object, batch: int) -> Depth:
         depth = as_depth(self.num_steps if num_steps is None else num_steps, batch=batch)
-        if depth.num_steps > self.num_steps:
+        # In training a heavy tail is meant to go beyond: it is what trains those depths.
+        if depth.num_steps > self.num_steps and not self.training:
             warnings.warn(
                 f"{depth.num_steps} steps asked for, but full depth is {self.num_steps}: deeper than trained.",
                 stacklevel=4,
