@@ -215,6 +215,16 @@ def test_names_of_no_method_are_refused():
         check(COMPARISON._replace(plan=(Full("grt", 0, 3),)))
 
 
+def test_what_loops_is_set_beside_its_blocks_run_once():
+    for name in ("naive", "naive-full-depth", "grt", "grt-full-depth", "grt-one-step"):
+        assert (name, LANGUAGE.floor) in LANGUAGE.pairs
+
+
+def test_a_baseline_that_is_the_floor_leaves_no_headroom_and_is_refused():
+    with pytest.raises(ValueError, match="baseline and floor are both 'dense'"):
+        check(COMPARISON._replace(floor="dense"))
+
+
 def routed(*capacities: float) -> Method:
     return Method("MoR", partial(rd.mor, GATED, router=partial(rd.expert_choice, capacities=capacities)), full_depth)
 

@@ -16,6 +16,10 @@ def check(comparison: Comparison) -> None:
     """
     _check_budgets(comparison.protocol)
     _check_numbers(comparison.protocol)
+    if comparison.baseline == comparison.floor:
+        raise ValueError(
+            f"baseline and floor are both {comparison.floor!r}, but must be two methods: the headroom lies between them."
+        )
     for place, name in _names(comparison):
         if name not in comparison.methods:
             raise ValueError(f"{place} names {name!r}, but the methods are {', '.join(comparison.methods)}.")

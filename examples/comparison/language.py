@@ -136,6 +136,8 @@ PAIRS = (
     ("grt", "dense-12"),
     ("naive", "dense-12"),
     ("naive", "three-blocks"),
+    ("grt", "three-blocks"),
+    ("grt-one-step", "three-blocks"),
     ("naive-full-depth", "naive"),
     ("naive-full-depth", "three-blocks"),
     ("grt-full-depth", "three-blocks"),
