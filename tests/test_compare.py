@@ -34,6 +34,7 @@ from comparison.planning import best_rate, find_run, known_runs, missing_runs, r
 from comparison.puzzles import IGNORED, Automaton, PointerChasing, PuzzleData
 from comparison.running import DivergedError, Running
 from comparison.stopping import StoppedError, stop_request
+from comparison.text import TextData
 from comparison.verifying import verify
 from comparison.working import progress, work
 from journal import read_journal
@@ -193,6 +194,7 @@ def test_a_result_that_was_deleted_is_measured_again_from_its_cooldown_alone(tin
         {"cooldown": 1.0},
         {"cooldown": math.nan},
         {"warmup": 0},
+        {"warmup": 5},  # the cooldown of 5 steps begins after the fourth
         {"rates": ()},
         {"rates": (1e-3, 1e-3)},
         {"rates": (-1e-3,)},
@@ -213,6 +215,24 @@ def test_names_of_no_method_are_refused():
             check(COMPARISON._replace(**changed))
     with pytest.raises(ValueError, match="num_budgets of grt is 3, but there are 2"):
         check(COMPARISON._replace(plan=(Full("grt", 0, 3),)))
+    with pytest.raises(ValueError, match="seed of grt is -1, but must be a whole number of at least 0"):
+        check(COMPARISON._replace(plan=(Full("grt", -1),)))
+
+
+NUMBERS = {
+    TextData: {"vocab_size": 257, "length": 2, "num_rows": 1, "most_held_out": 1},
+    partial(PuzzleData, Automaton()): {"num_rows": 1, "num_tested": 1, "stretch": 1},
+    PointerChasing: {"max_hops": 1, "num_questions": 1, "num_nodes": 5},  # with the four steps that may be asked for
+    Automaton: {"max_hops": 1, "num_cells": 1},
+}
+
+
+@pytest.mark.parametrize("make, name, least", [(of, *each) for of, least in NUMBERS.items() for each in least.items()])
+def test_data_takes_the_least_that_makes_sense_and_names_what_is_less(make, name, least):
+    make(**{name: least})
+    for wrong in (least - 1, least + 0.5, None):
+        with pytest.raises(ValueError, match=f"^{name} is {wrong}, but must be a whole number of at least {least}"):
+            make(**{name: wrong})
 
 
 def test_what_loops_is_set_beside_its_blocks_run_once():

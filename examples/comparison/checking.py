@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from comparison.parts import Comparison, Full, Protocol
+from recurrent_depth.depth import require_whole
 
 
 def check(comparison: Comparison) -> None:
@@ -45,6 +46,11 @@ def _check_numbers(protocol: Protocol) -> None:
         raise ValueError(f"rates are {rates}, but must be above 0 and different from each other.")
     if not _whole([protocol.warmup]) or protocol.warmup < 1:
         raise ValueError(f"warmup is {protocol.warmup}, but must be a whole number of at least 1 step.")
+    if protocol.warmup > protocol.fork(protocol.budgets[0]):
+        raise ValueError(
+            f"warmup is {protocol.warmup}, but the cooldown of the first budget, {protocol.budgets[0]}, begins after step "
+            f"{protocol.fork(protocol.budgets[0])}: the rate must have risen before it falls."
+        )
     if not 0 <= protocol.weight_decay < math.inf:
         raise ValueError(f"weight_decay is {protocol.weight_decay}, but must be at least 0.")
     if not protocol.clip > 0:
@@ -54,6 +60,8 @@ def _check_numbers(protocol: Protocol) -> None:
 def _check_plan(comparison: Comparison) -> None:
     most = len(comparison.protocol.budgets)
     for cell in comparison.plan:
+        if isinstance(cell, Full):
+            require_whole(f"seed of {cell.method}", cell.seed, 0)
         if isinstance(cell, Full) and cell.num_budgets is not None and not 1 <= cell.num_budgets <= most:
             raise ValueError(f"num_budgets of {cell.method} is {cell.num_budgets}, but there are {most} budgets.")
 

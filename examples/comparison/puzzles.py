@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import recurrent_depth as rd
 from comparison.parts import Data, Method
+from recurrent_depth.depth import require_whole
 
 IGNORED = -100
 TEST_SEED = 2**31
@@ -57,11 +58,19 @@ class PointerChasing(Puzzle):
         num_nodes: of the circle, more than `max_hops`.
         max_hops: the most steps of a question.
         num_questions: of a sequence.
+
+    Raises:
+        ValueError: if one of them is too small.
     """
 
     num_nodes: int = 8
     max_hops: int = 4
     num_questions: int = 24
+
+    def __post_init__(self):
+        require_whole("max_hops", self.max_hops, 1)
+        require_whole("num_questions", self.num_questions, 1)
+        require_whole("num_nodes", self.num_nodes, self.max_hops + 1)
 
     def name(self) -> str:
         return "pointer chasing"
@@ -92,10 +101,21 @@ class Automaton(Puzzle):
     """Cells of a one-dimensional automaton; each says what it is k steps later.
 
     Rule 30, moved so that a cell looks at itself and the two before it, which causal attention allows.
+
+    Args:
+        num_cells: of a row.
+        max_hops: the most steps of a question.
+
+    Raises:
+        ValueError: if one of them is below 1.
     """
 
     num_cells: int = 31
     max_hops: int = 4
+
+    def __post_init__(self):
+        require_whole("num_cells", self.num_cells, 1)
+        require_whole("max_hops", self.max_hops, 1)
 
     def name(self) -> str:
         return "cellular automaton"
@@ -146,12 +166,20 @@ class PuzzleData(Data):
         num_rows: sequences of a batch.
         num_tested: sequences for each number of steps.
         stretch: optimizer steps after which questions may take one step more.
+
+    Raises:
+        ValueError: if a number is below 1.
     """
 
     puzzle: Puzzle
     num_rows: int = 64
     num_tested: int = 256
     stretch: int = 300
+
+    def __post_init__(self):
+        require_whole("num_rows", self.num_rows, 1)
+        require_whole("num_tested", self.num_tested, 1)
+        require_whole("stretch", self.stretch, 1)
 
     def reading(self, folder: Path) -> "PuzzleData":
         raise ValueError(f"text is {folder}, but {self.puzzle.name()} reads no text.")

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 import recurrent_depth as rd
 from comparison.files import read_json
 from comparison.parts import Data, Method
+from recurrent_depth.depth import require_whole
 
 NUM_PARTS = 128  # the held-out text is measured in so many parts of neighbouring windows, by which methods are paired
 ROWS_AT_ONCE = 32
+FEWEST_TOKENS = 257  # every byte is one, and so is the end of a document
 TOLD = ("asked", "checksum", "bytes_per_token", "train_tokens", "held_out_tokens")
 
 
@@ -35,6 +37,9 @@ class TextData(Data):
         length: tokens of a window.
         num_rows: windows of a batch.
         most_held_out: at most so many held-out windows are measured.
+
+    Raises:
+        ValueError: if one of them is too small.
     """
 
     folder: Path | None = None
@@ -43,6 +48,12 @@ class TextData(Data):
     num_rows: int = 16
     most_held_out: int = 1 << 30
     opened: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        require_whole("vocab_size", self.vocab_size, FEWEST_TOKENS)
+        require_whole("length", self.length, 2)
+        require_whole("num_rows", self.num_rows, 1)
+        require_whole("most_held_out", self.most_held_out, 1)
 
     def reading(self, folder: Path) -> "TextData":
         """The same with another folder of text."""
