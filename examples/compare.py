@@ -144,7 +144,8 @@ def train_missing(comparison: Comparison, arguments: Arguments) -> int:
     with stop_request() as stop:
         failed = work(comparison, arguments.out, sys.argv, jobs=arguments.jobs, say=_say, stop=stop)
     if failed:
-        _say(f"{len(failed)} runs failed: {', '.join(run.name for run in failed)}. The same command tries them again.")
+        names = ", ".join(run.name for run in failed)
+        _say(f"{len(failed)} runs failed: {names}. Once the cause is mended, the same command tries them again.")
     return 1 if failed else 0
 
 

@@ -483,6 +483,41 @@ def test_a_run_that_another_process_was_faster_to_begin_has_not_failed(tiny, out
     assert crew.failed == []
 
 
+LAST = [("print('early'); print('no memory'); exit(3)", "no memory"), ("exit(3)", "nothing, and its exit code is 3")]
+
+
+@pytest.mark.parametrize("code, told", LAST)
+def test_what_a_run_that_failed_said_last_is_told(tiny, out, code, told):
+    path = out / GRT.name / "output.txt"
+    path.parent.mkdir()
+    path.write_text("of an earlier try\n")
+    said = []
+    crew, worker = working.Crew(tiny[0], out, [], said.append), working.Worker(GRT, out, ["-c", code])
+    worker.end()
+    crew._workers.append(worker)
+    crew.dismiss()
+    assert said == [f"{GRT.name}: failed, {path} ends with: {told}"]
+    assert crew.failed == [GRT]
+
+
+def test_a_run_that_was_broken_off_is_said_to_go_on(tiny, out, monkeypatch):
+    comparison, _ = tiny
+    comparison = comparison._replace(plan=comparison.plan[:1])
+    saved, killed = trials(comparison, out, "dense")
+    with pytest.raises(StoppedError):
+        Running(comparison, saved, out, lambda: True).finish()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Running, "take_step", breaking(2))
+        Running(comparison, killed, out).finish()
+    monkeypatch.setattr(working, "Worker", lambda run, out, command: None)
+    said = []
+    working.Crew(comparison, out, [], said.append).hire(2)
+    assert said == [f"{saved.name}: goes on", f"{killed.name}: begins again, since nothing was saved"]
+    shutil.rmtree(out / saved.name)
+    working.Crew(comparison, out, [], said.append).hire(1)
+    assert said[2:] == [f"{saved.name}: begins"]
+
+
 def test_a_run_that_diverges_has_a_result_and_is_not_chosen(tiny, out, monkeypatch):
     comparison, _ = tiny
     for run in (Run("grt", rate, 0, 1) for rate in comparison.protocol.rates):

@@ -25,7 +25,9 @@ class Worker:
     def __init__(self, run: Run, out: Path, command: list[str]):
         self.run, folder = run, out / run.name
         folder.mkdir(parents=True, exist_ok=True)
-        self._output = (folder / "output.txt").open("a")
+        self._path = folder / "output.txt"
+        self._output = self._path.open("a")
+        self._from = self._path.stat().st_size
         arguments = ["--only", run.name, "--budgets", str(run.num_budgets), "--parent", str(os.getpid())]
         self._process = subprocess.Popen(
             [sys.executable, *command, *arguments], stdout=self._output, stderr=subprocess.STDOUT
@@ -34,6 +36,12 @@ class Worker:
     def code(self) -> int | None:
         """Its exit code; None while it runs."""
         return self._process.poll()
+
+    def last_words(self) -> str:
+        """What a process that has ended said last, and where all that it said stands."""
+        said = self._path.read_bytes()[self._from :].decode(errors="replace").split("\n")
+        last = next((line for line in reversed(said) if line.strip()), f"nothing, and its exit code is {self.code()}")
+        return f"{self._path} ends with: {last}"
 
     def ask_to_stop(self) -> None:
         """It saves after the running step, and ends."""
@@ -100,7 +108,7 @@ class Crew:
                 continue  # another process was faster: it comes again, and waits
             if worker.code():
                 self.failed.append(worker.run)
-            self.say(f"{worker.run.name}: {'failed, see its output.txt' if worker.code() else 'done'}")
+            self.say(f"{worker.run.name}: {f'failed, {worker.last_words()}' if worker.code() else 'done'}")
 
     def hire(self, jobs: int) -> bool:
         """Begins what can be begun, up to so many at a time; returns whether anything is left to wait for."""
@@ -111,7 +119,7 @@ class Crew:
             self.say(f"{name}: another process trains it; waits")
         self._held = held
         for run in [run for run in waiting if run.name not in held][: jobs - len(self._workers)]:
-            self.say(f"{run.name}: begins")
+            self.say(f"{run.name}: {_beginning(self.out / run.name)}")
             self._workers.append(Worker(run, self.out, self.command))
         return bool(self._workers or waiting)
 
@@ -144,6 +152,12 @@ def progress(comparison: Comparison, out: Path, jobs: int) -> str:
         for name, (steps, spent) in taken.items()
     )
     return f"{said}, {hours:.1f} core-hours left: {hours / jobs:.1f} hours with {jobs} at a time on cores of their own"
+
+
+def _beginning(folder: Path) -> str:
+    if any(folder.glob("*/checkpoint-*")):
+        return "goes on"
+    return "begins again, since nothing was saved" if any(folder.glob("*/log.jsonl")) else "begins"
 
 
 def _longest(runs: list[Run]) -> list[Run]:
