@@ -1,5 +1,7 @@
 """The training loss: which tokens count, and one `forward` for model and loss."""
 
+from functools import partial
+
 import jaxtyping
 import pytest
 import torch
@@ -75,6 +77,54 @@ def test_an_objective_may_read_every_step():
 
     expected = sum(rd.next_token_loss(model(x, n), x) for n in (1, 2, 3)) / 3
     assert_close(rd.WithObjective(model, every_exit, every_step=True)(x), expected)
+
+
+def test_logits_in_place_of_a_trajectory_are_refused_with_what_to_give(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
+    model, x, rule = tiny(), torch.randint(23, (2, 6)), rd.LearnedExit(16)
+    objectives = (rd.last_step_loss, rd.every_step_loss, rd.ExpectedExitLoss(rule), rd.ExitGainLoss(rule))
+    for objective in (*objectives, rd.SampledExitLoss(rule), rd.DistilledLoss(tiny())):
+        with pytest.raises(
+            ValueError, match=r"trajectory is a tensor of shape \(2, 6, 23\).* model.trajectory\(tokens"
+        ):
+            objective(model(x), x)
+        with pytest.raises(ValueError, match="trajectory is NoneType, but must be a Trajectory"):
+            objective(None, x)
+
+
+def test_a_trajectory_in_place_of_logits_is_refused_with_what_to_give(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    model, x = tiny(), torch.randint(23, (2, 6))
+    with pytest.raises(ValueError, match=r"logits is a Trajectory.* last_step_loss\(trajectory, tokens, mask\)"):
+        rd.WithObjective(model, rd.next_token_loss)(x)
+    with pytest.raises(ValueError, match=r"logits must be a tensor .* got tuple"):
+        rd.next_token_loss((model(x),), x)
+    with pytest.raises(ValueError, match=r"logits must be for tokens of shape \(2, 6\).* got \(2, 6\)"):
+        rd.next_token_loss(x, x)
+
+
+@pytest.mark.parametrize(
+    "objective, message",
+    [
+        (rd.ExpectedExitLoss, r"the class ExpectedExitLoss, .* give an instance of it, ExpectedExitLoss\(...\)"),
+        ("next_token", r"objective is 'next_token', but must be callable as objective\(trajectory, tokens, mask\)"),
+        (None, "objective is None, .* give last_step_loss"),
+    ],
+    ids=str,
+)
+def test_what_is_no_objective_is_refused_before_any_forward(objective, message, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=message):
+        rd.WithObjective(tiny(), objective, every_step=True)
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(2, 6), torch.zeros(2, 6, dtype=torch.bool), [[1, 2]]], ids=type)
+def test_targets_are_integers(tokens, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    model, x = tiny(), torch.randint(23, (2, 6))
+    for call in (partial(rd.next_token_loss, model(x)), partial(rd.last_step_loss, model.trajectory(x))):
+        with pytest.raises(ValueError, match="tokens must be"):
+            call(tokens)
 
 
 def test_a_single_token_has_no_next_one():

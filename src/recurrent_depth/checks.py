@@ -14,17 +14,29 @@ def checked_tokens(tokens: object, vocab_size: int) -> Tensor:
     Raises:
         ValueError: if they are not (batch, token), empty, no integers, or outside of the vocabulary.
     """
-    if not isinstance(tokens, Tensor):
-        raise ValueError(f"tokens must be a tensor (batch, token), got {type(tokens).__name__}.")
-    if tokens.ndim != 2 or tokens.numel() == 0:
+    tokens = checked_ids(tokens)
+    if tokens.numel() == 0:
         raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
-    if not _is_integer(tokens):
-        raise ValueError(f"tokens must be integers, got {tokens.dtype}.")
     if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"tokens must lie in 0 to {vocab_size - 1}, the vocabulary; got {low} to {high}.")
     return tokens if tokens.dtype in (torch.int32, torch.int64) else tokens.long()
+
+
+def checked_ids(tokens: object) -> Tensor:
+    """The tokens, whatever their values.
+
+    Raises:
+        ValueError: if they are no tensor (batch, token) of integers.
+    """
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens must be a tensor (batch, token), got {type(tokens).__name__}.")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must be (batch, token), got shape {tuple(tokens.shape)}.")
+    if not _is_integer(tokens):
+        raise ValueError(f"tokens must be integers, got {tokens.dtype}.")
+    return tokens
 
 
 def checked_padding(mask: object, batch: int, num_tokens: int, *, cached: bool) -> Tensor | None:

@@ -15,7 +15,7 @@ from recurrent_depth.exit_objective import Mask, every_state
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.objective import mean_of_real, next_token_loss, with_auxiliary
-from recurrent_depth.trajectory import Trajectory
+from recurrent_depth.trajectory import Trajectory, check_trajectory
 
 
 def distillation_loss(
@@ -151,6 +151,7 @@ class DistilledLoss(nn.Module):
         self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
     ) -> Float[Tensor, ""]:
         """The loss, in nats per token where the states weigh nothing."""
+        check_trajectory(trajectory)
         said, output = taught(self.teacher.module, tokens, mask), trajectory.output
         loss = next_token_loss(output, tokens, mask)
         loss = loss + self.weights[0] * distillation_loss(output, said.logits, mask, temperature=self.temperature)

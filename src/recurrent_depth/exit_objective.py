@@ -21,7 +21,7 @@ from recurrent_depth.objective import (
     with_auxiliary,
 )
 from recurrent_depth.rows import map_changing
-from recurrent_depth.trajectory import Trajectory
+from recurrent_depth.trajectory import Trajectory, check_trajectory
 from recurrent_depth.update import DepthState
 
 Mask = Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None
@@ -107,6 +107,7 @@ class ExitGainLoss(nn.Module):
         self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
     ) -> Float[Tensor, ""]:
         """The loss of the exit, in nats per predicted token; 0 where a trajectory has one step."""
+        check_trajectory(trajectory)
         targets = next_token_targets(tokens, mask)
         frozen = trajectory._replace(states=tuple(map_changing(Tensor.detach, state) for state in trajectory.states))
         with torch.no_grad():
@@ -186,8 +187,9 @@ def every_state(trajectory: Trajectory) -> tuple[DepthState, ...]:
     """The states of a trajectory that kept all of them.
 
     Raises:
-        ValueError: if it did not.
+        ValueError: if it did not, or is none.
     """
+    check_trajectory(trajectory)
     if len(trajectory.states) != trajectory.num_steps:
         raise ValueError(
             f"The objective reads the state after each of {trajectory.num_steps} steps, but the trajectory kept "

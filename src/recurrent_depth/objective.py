@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
+from recurrent_depth.checks import checked_ids
 from recurrent_depth.depth import Depth
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
-from recurrent_depth.trajectory import Trajectory
+from recurrent_depth.trajectory import Trajectory, check_trajectory
 
 Objective = Callable[[Trajectory, Tensor, Tensor | None], Tensor]
 """Makes a loss of a trajectory, the tokens and the padding mask."""
@@ -25,16 +26,19 @@ def next_token_loss(
 ) -> Float[Tensor, ""]:
     """Cross-entropy of each token given those before it: the mean over all real targets, in nats per token.
 
+    Logits know no auxiliary losses: routed and halted models (`mor`, `mod`, `universal`) and blocks with losses of
+    their own are trained by `WithObjective(model)(tokens)`, or `last_step_loss(model.trajectory(tokens), tokens)`.
+
     Args:
         logits: what the model says at each token.
         tokens: the same tokens; the target at token `t` is token `t + 1`.
         mask: True at real tokens; padding is no target, and no token is predicted from it.
 
     Raises:
-        ValueError: if there is no next token to predict, or logits or mask are not of the tokens' shape.
+        ValueError: if there is no next token to predict, tokens are no integers, logits are none (but a trajectory), or
+            logits or mask are not of the tokens' shape.
     """
-    if logits.shape[:2] != tokens.shape:
-        raise ValueError(f"logits must be for tokens of shape {tuple(tokens.shape)}, got {tuple(logits.shape)}.")
+    _check_logits(logits, checked_ids(tokens))
     targets = next_token_targets(tokens, mask)
     total = F.cross_entropy(
         at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -42,12 +46,26 @@ def next_token_loss(
     return total / num_targets(targets)
 
 
+def _check_logits(logits: object, tokens: Tensor) -> None:
+    if isinstance(logits, Trajectory):
+        raise ValueError(
+            "logits is a Trajectory, but must be a tensor (batch, token, vocab): the same loss of a trajectory is "
+            "last_step_loss(trajectory, tokens, mask), which WithObjective(model) takes by default."
+        )
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"logits must be a tensor (batch, token, vocab), got {type(logits).__name__}.")
+    if logits.ndim != 3 or logits.shape[:2] != tokens.shape:
+        wanted = f"for tokens of shape {tuple(tokens.shape)}, (batch, token, vocab)"
+        raise ValueError(f"logits must be {wanted}; got {tuple(logits.shape)}.")
+
+
 def next_token_targets(tokens: Tensor, mask: Tensor | None) -> Int[Tensor, "batch token"]:
     """The token that stands behind each token; `IGNORED` where there is none, or where one of the two is padding.
 
     Raises:
-        ValueError: if there is no next token to predict, or the mask is not of the tokens' shape.
+        ValueError: if there is no next token to predict, tokens are no integers, or the mask is not of their shape.
     """
+    tokens = checked_ids(tokens)
     if mask is not None and mask.shape != tokens.shape:
         raise ValueError(f"mask must be {tuple(tokens.shape)} like tokens, got {tuple(mask.shape)}.")
     if tokens.shape[1] < 2:
@@ -99,7 +117,12 @@ def last_step_loss(
     tokens: Integer[Tensor, "batch token"],
     mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
 ) -> Float[Tensor, ""]:
-    """The next-token loss after the last step, plus the auxiliary losses: how the GRT is trained, at sampled depth."""
+    """The next-token loss after the last step, plus the auxiliary losses: how the GRT is trained, at sampled depth.
+
+    Raises:
+        ValueError: for what is no trajectory, and for what `next_token_loss` refuses.
+    """
+    check_trajectory(trajectory)
     loss = next_token_loss(trajectory.output, tokens, mask)
     return with_auxiliary(loss, trajectory)
 
@@ -111,10 +134,15 @@ class WithObjective(nn.Module):
         model: the model.
         objective: makes a loss of the trajectory, the tokens and the mask.
         every_step: whether the objective reads the state after each step.
+
+    Raises:
+        ValueError: if the objective is a class or nothing that can be called; in a forward, if it reads every step
+            without `every_step`, or reads logits in place of a trajectory, as `next_token_loss` does.
     """
 
     def __init__(self, model: RecurrentTransformer, objective: Objective = last_step_loss, *, every_step: bool = False):
         super().__init__()
+        _check_objective(objective)
         self.model, self.objective, self.every_step = model, objective, every_step
 
     def forward(
@@ -127,3 +155,12 @@ class WithObjective(nn.Module):
         """The loss at this depth."""
         trajectory = self.model.trajectory(tokens, num_steps, mask=mask, every_step=self.every_step)
         return self.objective(trajectory, tokens, mask)
+
+
+def _check_objective(objective: object) -> None:
+    if callable(objective) and not isinstance(objective, type):
+        return
+    said, hint = repr(objective), "last_step_loss, every_step_loss or an ExpectedExitLoss(...)"
+    if isinstance(objective, type):
+        said, hint = f"the class {objective.__name__}", f"an instance of it, {objective.__name__}(...)"
+    raise ValueError(f"objective is {said}, but must be callable as objective(trajectory, tokens, mask): give {hint}.")

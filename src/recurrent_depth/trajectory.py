@@ -51,3 +51,16 @@ class Trajectory(NamedTuple):
         Those behind the loop are of the output that was read last, and count once however often one is read.
         """
         return add_losses(self.states[-1].losses, self.notes.losses)
+
+
+def check_trajectory(trajectory: object) -> None:
+    """Raises a ValueError for what is no trajectory, such as the logits of a forward."""
+    if isinstance(trajectory, Trajectory):
+        return
+    got, hint = type(trajectory).__name__, ""
+    if isinstance(trajectory, Tensor):
+        got, hint = f"a tensor of shape {tuple(trajectory.shape)}", "; of logits take next_token_loss(logits, tokens)"
+    raise ValueError(
+        f"trajectory is {got}, but must be a Trajectory: give model.trajectory(tokens, num_steps), or leave that to "
+        f"WithObjective(model, objective){hint}."
+    )
