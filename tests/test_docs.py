@@ -95,3 +95,15 @@ def test_every_public_name_has_its_place_in_the_reference():
     modules = {name.rpartition(".")[0] for name in listed}
     assert sorted(set(rd.__all__) - set(listed) - modules) == []
     assert len(listed) == len(set(listed))
+
+
+METHOD_PAGES = sorted((ROOT / "docs" / "methods").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=name)
+def test_every_method_says_how_it_is_trained_by_a_loss_that_has_all_of_its_parts(page: Path):
+    text, table = page.read_text(), (ROOT / "docs" / "training.md").read_text()
+    assert f"(methods/{page.name})" in table.partition("## How each method is trained")[2].partition("\n## ")[0]
+    says = ("how-each-method-is-trained", "Depth", "curriculum", "nothing is trained")
+    assert any(word in text for word in says)
+    assert "next_token_loss" not in text  # logits know nothing of the losses of routers and of halting
