@@ -116,6 +116,19 @@ def test_everything_else_is_no_depth(value):
     assert repr(value) in str(error.value)
 
 
+@pytest.mark.parametrize("sampler", [UniformDepth(4), partial(Depth, 3)], ids=["sampler", "function"])
+def test_a_sampler_in_place_of_its_draw_is_told_to_be_called(sampler):
+    with pytest.raises(ValueError, match=r"but must be .*: a sampler is called for its depth, sampler\(draw\)"):
+        as_depth(sampler)
+
+
+@pytest.mark.parametrize("depths", [torch.tensor(2), torch.tensor([1, 2])], ids=["one", "of rows"])
+def test_a_tensor_of_depths_is_told_to_be_a_list(depths):
+    with pytest.raises(ValueError, match=r"num_steps is tensor.*: of a tensor or an array give \.tolist\(\)"):
+        as_depth(depths)
+    as_depth(depths.tolist())
+
+
 @pytest.mark.parametrize("value", NO_WHOLE_NUMBERS)
 def test_every_row_must_be_a_whole_number_of_steps(value):
     with pytest.raises(ValueError, match=r"num_steps\[1\] is .* at least 1"):

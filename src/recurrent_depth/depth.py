@@ -130,8 +130,17 @@ def as_depth(value: object, *, batch: int | None = None) -> Depth:
         rows = _checked_rows("num_steps", value, batch)
         return Depth(max(rows), rows=rows)
     raise ValueError(
-        f"num_steps is {value!r}, but must be a whole number of at least 1, a Depth, or a list, one per row."
+        f"num_steps is {value!r}, but must be a whole number of at least 1, a Depth, or a list, one per row"
+        f"{_hint(value)}."
     )
+
+
+def _hint(value: object) -> str:
+    if callable(value):
+        return ": a sampler is called for its depth, sampler(draw), with the number of the training step"
+    if callable(getattr(value, "tolist", None)):
+        return ": of a tensor or an array give .tolist()"
+    return ""
 
 
 def _checked(depth: Depth, batch: int | None) -> Depth:
