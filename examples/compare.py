@@ -2,6 +2,7 @@
 
     python examples/compare.py --out runs/compare                          # all cells of comparison/language.py
     python examples/compare.py --out runs/compare --text my_texts/ --jobs 4
+    python examples/compare.py --out runs/mine --cells mine.py                             # docs/comparison.md has one
     python examples/compare.py --out runs/compare --publish docs/results/comparison
     python examples/compare.py --out runs/compare --verify docs/results/comparison/cells/grt-lr0.003-seed0.json
 
@@ -13,17 +14,16 @@ import math
 import os
 import sys
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import tyro
-from comparison.checking import check
+from comparison.checking import check, check_methods
+from comparison.loading import load_cells
 from comparison.locking import BusyError
-from comparison.parts import Comparison
-from comparison.planning import find_run, results
+from comparison.parts import Comparison, Trials
+from comparison.planning import find_run, results, runs_of
 from comparison.running import Running
 from comparison.stopping import StoppedError, stop_request
 from comparison.verifying import verify
@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
     out: Path
     """Where the runs lie; outside of the repository, since checkpoints are large."""
     cells: str = "comparison.language"
-    """The Python module of the cells."""
+    """A file of cells, or a Python module."""
     text: Path | None = None
     """A folder of text files. By default the Python standard library's own sources."""
     jobs: int = 1
@@ -80,29 +80,18 @@ def require_sensible(arguments: Arguments) -> None:
 
 
 def load(arguments: Arguments) -> Comparison:
-    """The comparison that the module of cells makes.
+    """The comparison that the cells make.
 
     Raises:
-        ValueError: if there is no such module, it has none or an impossible one, or its data reads no text but a folder
-            of text is given.
+        ValueError: if there are no such cells, they are impossible or one of their methods cannot be built, or their
+            data reads no text but a folder of text is given.
     """
-    comparison = getattr(_module(arguments.cells), "COMPARISON", None)
-    if not isinstance(comparison, Comparison):
-        raise ValueError(f"cells is {arguments.cells}, but that module has no COMPARISON.")
+    comparison = load_cells(arguments.cells)
     check(comparison)
+    check_methods(comparison)
     if arguments.text is None:
         return comparison
     return comparison._replace(data=comparison.data.reading(arguments.text))
-
-
-def _module(name: str) -> ModuleType:
-    try:
-        return import_module(name)
-    except Exception as error:  # whatever the file of cells does wrong, it is the user's
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"cells is {name}, but must be a module that can be imported, such as comparison.language ({told})."
-        ) from error
 
 
 def main(arguments: Arguments) -> int:
@@ -141,12 +130,26 @@ def train_only(comparison: Comparison, arguments: Arguments, name: str) -> int:
 def train_missing(comparison: Comparison, arguments: Arguments) -> int:
     """Trains all that is missing, each run in a process of its own; returns the exit code."""
     comparison.data.open(arguments.out / "text")
+    require_trials(comparison, arguments.out)
     with stop_request() as stop:
         failed = work(comparison, arguments.out, sys.argv, jobs=arguments.jobs, say=_say, stop=stop)
     if failed:
         names = ", ".join(run.name for run in failed)
         _say(f"{len(failed)} runs failed: {names}. Once the cause is mended, the same command tries them again.")
     return 1 if failed else 0
+
+
+def require_trials(comparison: Comparison, out: Path) -> None:
+    """Refuses a plan that would wait for ever.
+
+    Raises:
+        ValueError: if a learning rate is not known, and no cell would find it.
+    """
+    tried = {cell.method for cell in comparison.plan if isinstance(cell, Trials)}
+    for cell in comparison.plan:
+        owner = comparison.methods[cell.method].rate_of or cell.method
+        if owner not in tried and runs_of(comparison, out, cell) is None:
+            raise ValueError(f"plan names {cell.method!r}, but has no Trials({owner!r}) to choose its learning rate.")
 
 
 def told_plainly(arguments: Arguments) -> int:

@@ -23,13 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 # isort: split
 import compare
 from comparison import planning, running, statistics, tables, working
-from comparison.checking import check
+from comparison.checking import check, check_methods
 from comparison.collecting import Row, Table, collect
 from comparison.describing import described
 from comparison.language import COMPARISON as LANGUAGE
 from comparison.locking import BusyError, is_held, only_one
 from comparison.panel import panel
-from comparison.parts import Full, Method, Run, cost, full_depth
+from comparison.parts import Full, Method, Run, Trials, cost, full_depth
 from comparison.planning import best_rate, find_run, known_runs, missing_runs, read_result, score, trials
 from comparison.puzzles import IGNORED, Automaton, PointerChasing, PuzzleData
 from comparison.running import DivergedError, Running
@@ -506,9 +506,10 @@ def test_a_run_that_was_broken_off_is_said_to_go_on(tiny, out, monkeypatch):
     saved, killed = trials(comparison, out, "dense")
     with pytest.raises(StoppedError):
         Running(comparison, saved, out, lambda: True).finish()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Running, "take_step", breaking(2))
-        Running(comparison, killed, out).finish()
+        with pytest.raises(KeyboardInterrupt):
+            Running(comparison, killed, out).finish()
     monkeypatch.setattr(working, "Worker", lambda run, out, command: None)
     said = []
     working.Crew(comparison, out, [], said.append).hire(2)
@@ -928,8 +929,8 @@ REFUSED = [
     ({"out": Path(__file__), "status": True}, "out is .*that is a file"),
     ({"only": "grt"}, "only is grt, but the runs that can be begun are grt-lr0.001-seed0, grt-lr0.002-seed0, "),
     ({"publish": Path("here")}, "out is nowhere, but no run has a result"),
-    ({"cells": "examples/comparison/language.py"}, "cells is .*a module that can be imported, such as comparison.lang"),
-    ({"cells": "no.such.module"}, "a module that can be imported"),
+    ({"cells": "no/such/cells.py"}, "cells is no/such/cells.py, but there is no such file"),
+    ({"cells": "no.such.module"}, "a module that can be imported, such as comparison.language .*No module named"),
     ({"cells": "comparison.parts"}, "cells is comparison.parts, but that module has no COMPARISON"),
 ]
 
@@ -940,11 +941,60 @@ def test_what_cannot_be_meant_is_refused(given, told):
         compare.main(arguments(**given))
 
 
-def test_cells_that_fail_are_told(tmp_path, monkeypatch):
-    (tmp_path / "failing_cells.py").write_text("1 / 0\n")
+@pytest.mark.parametrize("as_path", [False, True])
+def test_cells_that_fail_are_told(tmp_path, monkeypatch, as_path):
+    path = tmp_path / "failing_cells.py"
+    path.write_text("\n1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"cells is failing_cells.*ZeroDivisionError"):
-        compare.main(arguments(cells="failing_cells"))
+    with pytest.raises(ValueError, match=r"cells is .*failing_cells.*ZeroDivisionError") as told:
+        compare.main(arguments(cells=str(path) if as_path else path.stem))
+    assert ("line 2 fails" in str(told.value)) == as_path
+
+
+def fails(*_, **__):
+    raise RuntimeError("never")
+
+
+BROKEN = {
+    "build": [
+        (lambda **sizes: rd.dense(3, **{**sizes, "dim": 15}), "ValueError: .*15"),
+        (rd.dense(2, dim=16, num_heads=2, vocab_size=9, context_length=4), "TypeError: "),
+    ],
+    "objective": [(fails, "RuntimeError: never")],
+    "sampler": [(fails, "RuntimeError: never"), (lambda model, seed: fails, "RuntimeError: never")],
+    "cost": [(fails, "RuntimeError: never")],
+}
+
+
+@pytest.mark.parametrize("part, given, told", [(part, *each) for part, several in BROKEN.items() for each in several])
+def test_a_method_that_cannot_be_built_is_refused_before_any_run(part, given, told):
+    check_methods(COMPARISON)
+    broken = COMPARISON.methods["every"]._replace(**{part: given})
+    with pytest.raises(ValueError, match=rf"^{part} of method 'every' fails: .*{told}"):
+        check_methods(COMPARISON._replace(methods={**COMPARISON.methods, "every": broken}))
+
+
+@pytest.mark.parametrize("asked", [{}, {"status": True}, {"only": GRT.name}, {"verify": Path("cell.json")}])
+def test_every_way_to_call_checks_the_methods_first(tmp_path, monkeypatch, asked):
+    odd = COMPARISON._replace(dim=15)
+    monkeypatch.setattr(compare, "load_cells", lambda name: odd)
+    with pytest.raises(ValueError, match="build of method 'dense' fails: ValueError"):
+        compare.main(arguments(out=tmp_path / "out", **asked))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_check_of_methods_leaves_the_random_numbers_alone():
+    before = torch.get_rng_state()
+    check_methods(COMPARISON)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_plan_that_cannot_be_carried_out_is_refused(tmp_path):
+    check_methods(LANGUAGE)
+    with pytest.raises(ValueError, match=r"plan names 'every', but has no Trials\('grt'\)"):
+        compare.require_trials(COMPARISON._replace(plan=(Full("every", 0),)), tmp_path)
+    with pytest.raises(ValueError, match="floor names 'blocks', but the plan does not train it"):
+        check_methods(COMPARISON._replace(plan=(Trials("dense"), Full("dense", 0))))
 
 
 def test_messages_are_enough_and_a_held_run_has_a_code_of_its_own(tiny, out, capsys):

@@ -1,8 +1,11 @@
 """What a file of cells may ask for."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
+
+import torch
 
 from comparison.parts import Comparison, Full, Protocol
 from recurrent_depth.depth import require_whole
@@ -19,12 +22,43 @@ def check(comparison: Comparison) -> None:
     _check_numbers(comparison.protocol)
     if comparison.baseline == comparison.floor:
         raise ValueError(
-            f"baseline and floor are both {comparison.floor!r}, but must be two methods: the headroom lies between them."
+            f"baseline and floor are both {comparison.floor!r}, but must be two: the headroom lies between them."
         )
     for place, name in _names(comparison):
         if name not in comparison.methods:
             raise ValueError(f"{place} names {name!r}, but the methods are {', '.join(comparison.methods)}.")
     _check_plan(comparison)
+
+
+def check_methods(comparison: Comparison) -> None:
+    """Builds each method of the plan once: what fails here would fail in every run, and that hours later.
+
+    Raises:
+        ValueError: naming a method, the part of it that fails and why; or if the plan never trains one that others are
+            compared with.
+    """
+    trained = list(dict.fromkeys(cell.method for cell in comparison.plan))
+    for place, name in _compared(comparison):
+        if name not in trained:
+            raise ValueError(f"{place} names {name!r}, but the plan does not train it.")
+    with torch.random.fork_rng(devices=[]):
+        for name in trained:
+            _build(comparison, name)
+
+
+def _build(comparison: Comparison, name: str) -> None:
+    method, sizes = comparison.methods[name], comparison.sizes()
+    model = _made(name, "build", lambda: method.make(sizes))
+    _made(name, "objective", lambda: comparison.data.objective(method, model))
+    depth = _made(name, "sampler", lambda: method.sampler(model, 0)(0))
+    _made(name, "cost", lambda: method.cost(model, depth, sizes.context_length))
+
+
+def _made(name: str, part: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # whatever a part of a method does wrong, it is the user's
+        raise ValueError(f"{part} of method {name!r} fails: {type(error).__name__}: {error}") from error
 
 
 def _check_budgets(protocol: Protocol) -> None:
@@ -46,10 +80,11 @@ def _check_numbers(protocol: Protocol) -> None:
         raise ValueError(f"rates are {rates}, but must be above 0 and different from each other.")
     if not _whole([protocol.warmup]) or protocol.warmup < 1:
         raise ValueError(f"warmup is {protocol.warmup}, but must be a whole number of at least 1 step.")
-    if protocol.warmup > protocol.fork(protocol.budgets[0]):
+    fork = protocol.fork(protocol.budgets[0])
+    if protocol.warmup > fork:
         raise ValueError(
-            f"warmup is {protocol.warmup}, but the cooldown of the first budget, {protocol.budgets[0]}, begins after step "
-            f"{protocol.fork(protocol.budgets[0])}: the rate must have risen before it falls."
+            f"warmup is {protocol.warmup}, but must be at most {fork}: then the cooldown of the first budget, "
+            f"{protocol.budgets[0]}, begins."
         )
     if not 0 <= protocol.weight_decay < math.inf:
         raise ValueError(f"weight_decay is {protocol.weight_decay}, but must be at least 0.")
@@ -66,10 +101,14 @@ def _check_plan(comparison: Comparison) -> None:
             raise ValueError(f"num_budgets of {cell.method} is {cell.num_budgets}, but there are {most} budgets.")
 
 
-def _names(comparison: Comparison) -> Iterator[tuple[str, str]]:
+def _compared(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield from (("baseline", comparison.baseline), ("floor", comparison.floor))
-    yield from (("plan", cell.method) for cell in comparison.plan)
     yield from (("pairs", name) for pair in comparison.pairs for name in pair)
+
+
+def _names(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    yield from _compared(comparison)
+    yield from (("plan", cell.method) for cell in comparison.plan)
     yield from (("rate_of", method.rate_of) for method in comparison.methods.values() if method.rate_of is not None)
 
 
