@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -127,11 +128,11 @@ def test_a_trial_goes_on_as_the_full_run(finished, out):
     assert weights(out, run) == weights(folder, run)
 
 
-def run_compare(*command_line: str) -> None:
+def run_compare(*command_line: str, script: str = "examples/compare.py") -> None:
     """`python examples/compare.py ...`."""
     torch.set_num_threads(1)
     sys.path.insert(0, str(EXAMPLES))
-    sys.argv = ["examples/compare.py", *command_line]
+    sys.argv = [script, *command_line]
     import tyro
 
     sys.exit(compare.main(tyro.cli(compare.Arguments)))
@@ -908,6 +909,51 @@ def test_a_cell_whose_training_diverges_here_is_told(finished, tmp_path, monkeyp
     monkeypatch.setattr(Running, "take_step", diverges)
     with pytest.raises(ValueError, match=r"verify is .*\.json, but here its training diverges: loss nan at step 1"):
         verify(comparison, path, folder, tolerance=1e-4, say=print)
+
+
+# A file of cells
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch) -> Path:
+    """The file of cells that the documentation shows."""
+    [code] = re.findall(r"^```py\n(.*?)^```", (EXAMPLES.parent / "docs" / "comparison.md").read_text(), re.M | re.S)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text(code)
+    return tmp_path / "mine.py"
+
+
+def test_the_cells_of_the_page_are_trained_published_and_verified(tiny, page, out, capsys):
+    asked = arguments(cells=str(page), text=tiny[1] / "text.py", out=out / "runs")
+    comparison = compare.load(asked)
+    comparison.data.open(asked.out / "text")
+    while missing := missing_runs(comparison, asked.out):
+        Running(comparison, missing[0], asked.out).finish()
+    assert compare.main(asked._replace(publish=out / "mine")) == 0
+    assert "| GRT, bias 0 less GRT |" in capsys.readouterr().out
+    assert compare.main(asked._replace(verify=out / "mine" / "cells" / "grt-lr0.003-seed0.json")) == 0
+
+
+def test_a_file_of_cells_and_what_lies_beside_it_are_found_by_path_from_any_folder(tiny, out, tmp_path):
+    (tmp_path / "beside.py").write_text("from tiny_cells import COMPARISON\nPLAN = COMPARISON.plan[:2]\n")
+    (tmp_path / "data.py").write_text("1 / 0  # not what our own modules import under this name\n")
+    rates = "protocol=COMPARISON.protocol._replace(rates=(1e-3,))"
+    few = f"COMPARISON = COMPARISON._replace(plan=PLAN, pairs=(), {rates})\n"
+    (tmp_path / "mine.py").write_text(f"from beside import COMPARISON, PLAN\n{few}")
+    line = ["--cells", "mine.py", "--text", str(tiny[1] / "text.py"), "--out", ".", "--nice", "0", "--jobs", "2"]
+    process = start(run_from, str(tmp_path), *line, out=tmp_path / "said")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "said").read_text()
+    assert {path.parent.name for path in out.glob("*/result-5.json")} == {"dense-lr0.001-seed0", "blocks-lr0.001-seed0"}
+
+
+def run_from(folder: str, *command_line: str) -> None:
+    """`compare.py` called in another folder than that of the repository."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.environ["PYTHONPATH"].split(os.pathsep)))
+    sys.path[:] = map(os.path.abspath, sys.path)
+    script = EXAMPLES / "compare.py"
+    os.chdir(folder)
+    run_compare(*command_line, script=str(script))
 
 
 # Asking
