@@ -120,7 +120,7 @@ def test_each_step_has_routers_of_its_own():
 
 
 def test_more_steps_than_routers_are_refused():
-    model = tiny(rd.mesh)
+    model = tiny(rd.mesh).eval()
     with pytest.warns(UserWarning, match="deeper"), pytest.raises(ValueError, match=r"num_steps is 4, .* at most 3"):
         model(torch.randint(23, (1, 5)), 4)
 
