@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from recurrent_depth.blocks import linear_cost
 from recurrent_depth.contracts import Call, UpdateCost
+from recurrent_depth.depth import require_instance
 from recurrent_depth.halting import HaltingUpdate
 from recurrent_depth.routing import RoutedUpdate
 from recurrent_depth.step import StepBlocks
@@ -18,11 +19,16 @@ class BehindLoop(DepthUpdate):
         inner: the update.
         module: called as `module(h)`; `Borrowed(norm)` for the model's own final norm.
 
+    Raises:
+        ValueError: if `inner` is no update, or `module` no module.
+
     Reference: the norm of Geiping et al., 2025, arXiv 2502.05171; the projection of Parcae, 2026, arXiv 2604.12946.
     """
 
     def __init__(self, inner: DepthUpdate, module: nn.Module):
         super().__init__()
+        require_instance("inner", inner, DepthUpdate, "rd.plain(dim)")
+        require_instance("module", module, nn.Module)
         self.inner, self.module = inner, module
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
@@ -56,13 +62,15 @@ class NormEachStep(DepthUpdate):
         norm: called as `norm(h)`.
 
     Raises:
-        ValueError: if a part of `inner` halts or routes tokens.
+        ValueError: if `inner` is no update, `norm` no module, or a part of `inner` halts or routes tokens.
 
     Reference: Ouro, Zhu et al., 2025, arXiv 2510.25741.
     """
 
     def __init__(self, inner: DepthUpdate, norm: nn.Module):
         super().__init__()
+        require_instance("inner", inner, DepthUpdate, "rd.plain(dim)")
+        require_instance("norm", norm, nn.Module, "torch.nn.RMSNorm(dim)")
         _check_all_step(inner)
         self.inner, self.norm = inner, norm
 

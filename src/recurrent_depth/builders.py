@@ -1,14 +1,16 @@
 """One small builder per published design. Assembly only: every choice is a part."""
 
+import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from beartype import beartype
 from torch import nn
 
 from recurrent_depth.blocks import Stack
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.depth import Layout, require_instance, require_whole
 from recurrent_depth.embedding import Embedding
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.gate import AnchoredGate
@@ -87,7 +89,11 @@ def grt(
     Reference: Hegazy et al., 2026, arXiv 2608.15062.
     """
     return assemble(
-        layout, form(dim, num_heads), made("update", update, dim), vocab_size=vocab_size, context_length=context_length
+        layout,
+        form(dim, num_heads),
+        made("update", DepthUpdate, update, dim),
+        vocab_size=vocab_size,
+        context_length=context_length,
     )
 
 
@@ -127,17 +133,57 @@ def dense(
 
 
 def made(
-    name: str, factory: Callable[..., Part], *sizes: int, example: str = "rd.gated or partial(rd.gated, bias=0.0)"
+    name: str,
+    kind: type[Part],
+    factory: Callable[..., object],
+    *sizes: int,
+    example: str = "rd.gated or partial(rd.gated, bias=0.0)",
 ) -> Part:
-    """The part that a builder's argument makes for these sizes.
+    """The part, of this kind, that a builder's argument makes for these sizes.
 
     Raises:
-        ValueError: if the argument is a part, rather than what makes one.
+        ValueError: if the argument is a part, rather than what makes one; if it cannot be called with these sizes, or
+            is a class that refuses them; and if what it makes is of another kind.
     """
     if isinstance(factory, nn.Module):
-        kind = type(factory).__name__
-        raise ValueError(f"{name} must be what makes the part, such as {example}; got {kind}, which is made already.")
-    return factory(*sizes)
+        got = type(factory).__name__
+        raise ValueError(f"{name} must be what makes the part, such as {example}; got {got}, which is made already.")
+    part = called(name, factory, *sizes, example=example)
+    require_instance(f"What {name} makes", part, kind, f"what {example} makes")
+    return part
+
+
+def called(name: str, factory: Callable[..., object], *sizes: int, example: str) -> Any:
+    """What a maker gives for these sizes.
+
+    Raises:
+        ValueError: if it takes other arguments, or is a class that refuses them; what else it raises is its own.
+    """
+    try:
+        return factory(*sizes)
+    except Exception as error:
+        if not (isinstance(_origin(factory), type) or _takes_others(factory, sizes)):
+            raise
+        call = f"{_origin(factory).__name__}({', '.join(map(str, sizes))})"
+        raise ValueError(
+            f"{name} must be what makes the part for the sizes of the model, such as {example}; it was called as "
+            f"{call}, which failed: {error}"
+        ) from error
+
+
+def _origin(factory: Any) -> Any:
+    """The function or the class that is called in the end."""
+    return _origin(factory.func) if isinstance(factory, partial) else factory
+
+
+def _takes_others(factory: Callable[..., object], sizes: tuple[int, ...]) -> bool:
+    try:
+        inspect.signature(factory).bind(*sizes)
+    except TypeError:
+        return True
+    except ValueError:  # a signature that is not known, as of some functions written in C
+        return False
+    return False
 
 
 def assemble(
@@ -157,8 +203,9 @@ def assemble(
     Embedding, final norm and head may be given in place of the form's own; `start` says how the weights are drawn.
 
     Raises:
-        ValueError: if `vocab_size` or `context_length` is below 1.
+        ValueError: if `form` is no form, or `vocab_size` or `context_length` below 1.
     """
+    require_instance("form", form, Form, "rd.GPT2Form(dim, num_heads)")
     require_whole("vocab_size", vocab_size, at_least=1)
     require_whole("context_length", context_length, at_least=1)
     model = RecurrentTransformer(

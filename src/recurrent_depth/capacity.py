@@ -21,9 +21,11 @@ def checked_capacities(capacities: Sequence[float | int]) -> tuple[float, ...]:
     """The capacities of the steps.
 
     Raises:
-        ValueError: if there is none, one leaves (0, 1], or one is above that of the step before: who was left out of a
-            step does not come back.
+        ValueError: if they are no list, there is none, one leaves (0, 1], or one is above that of the step before: who
+            was left out of a step does not come back.
     """
+    if not isinstance(capacities, Sequence) or isinstance(capacities, str):
+        raise ValueError(f"capacities is {capacities!r}, but must be a list with a share for each step.")
     found = tuple(float(capacity) for capacity in capacities)
     if not found:
         raise ValueError("capacities is empty, but needs a share for each step.")

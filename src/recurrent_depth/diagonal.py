@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recurrent_depth.contracts import Call, PartCost
 from recurrent_depth.injection import Injection
 from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.optional import module_or_identity
 
 DECAY = math.sqrt(1 / 5)
 """The share of the state that a step keeps as it starts."""
@@ -51,7 +52,7 @@ class DiagonalInjection(Injection):
         self.log_rate = nn.Parameter(torch.empty(dim))
         self.dt_bias = nn.Parameter(torch.empty(dim))
         self.input = SquareMap(dim)
-        self.norm = norm if norm is not None else nn.Identity()
+        self.norm = module_or_identity("norm", norm, "torch.nn.RMSNorm(dim)")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

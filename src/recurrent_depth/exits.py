@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recurrent_depth.contracts import Tree
 from recurrent_depth.depth import require_instance, require_number, require_whole
 from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.optional import module_or_identity
 from recurrent_depth.update import DepthState
 
 Hazard = Float[Tensor, "batch token"]
@@ -152,7 +153,7 @@ class LearnedExit(ExitRule):
         self.initial_bias = require_number("bias", bias)
         self.linear = nn.Linear(require_whole("dim", dim, at_least=1), 1, bias=False)
         self.bias = nn.Parameter(torch.full((1,), self.initial_bias))
-        self.norm = norm if norm is not None else nn.Identity()
+        self.norm = module_or_identity("norm", norm, "model.norm")
 
     def reset_parameters(self) -> None:
         """Sets the bias to where it starts."""

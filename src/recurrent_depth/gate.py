@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from recurrent_depth.contracts import PartCost, Tree
 from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.optional import module_or_identity
 
 
 class DepthGate(nn.Module, abc.ABC):
@@ -53,7 +54,7 @@ class WriteShare(nn.Module):
             raise ValueError(f"bias of the gate must be a finite number, got {bias}.")
         self.linear = nn.Linear(dim, dim, bias=False)
         self.bias = nn.Parameter(torch.full((dim,), float(bias)))
-        self.noise = noise if noise is not None else nn.Identity()
+        self.noise = module_or_identity("noise", noise, "rd.GaussianNoise(0.1)")
         self.temperature, self.initial_bias = temperature, float(bias)
 
     def reset_parameters(self) -> None:

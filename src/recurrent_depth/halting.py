@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Call, Tree, UpdateCost
-from recurrent_depth.depth import require_number
+from recurrent_depth.depth import require_instance, require_number
 from recurrent_depth.exits import ExitRule, Hazard, Readout
 from recurrent_depth.halting_unit import Mix, sum_states
 from recurrent_depth.injection import Injection
@@ -80,7 +80,8 @@ class HaltingUpdate(DepthUpdate):
         mix: how the states are weighed together: `sum_states` or `blend_states`.
 
     Raises:
-        ValueError: if `ponder` is below 0, or `epsilon` not between 0 and 1.
+        ValueError: if a part is something else, such as a width or a class, `ponder` is below 0, or `epsilon` not
+            between 0 and 1.
 
     Reference: Graves, 2016, arXiv 1603.08983; per token Dehghani et al., 2018, arXiv 1807.03819.
     """
@@ -96,6 +97,9 @@ class HaltingUpdate(DepthUpdate):
         mix: Mix = sum_states,
     ):
         super().__init__()
+        require_instance("inner", inner, DepthUpdate, "rd.plain(dim)")
+        require_instance("unit", unit, nn.Module, "rd.HaltingUnit(dim)")
+        require_instance("sees", sees, Injection, "rd.KeepState()")
         if not (require_number("ponder", ponder) >= 0 and 0 < require_number("epsilon", epsilon) < 1):
             raise ValueError(f"ponder must be at least 0 and epsilon in (0, 1); they are {ponder!r} and {epsilon!r}.")
         self.inner, self.unit, self.sees = inner, unit, sees

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Call, PartCost, Tree
+from recurrent_depth.optional import module_or_identity
 
 
 class GaussianNoise(nn.Module):
@@ -116,7 +117,7 @@ class ConcatProjection(Injection):
         super().__init__()
         self.state = nn.Linear(dim, dim, bias=False)
         self.anchor = nn.Linear(dim, dim, bias=bias)
-        self.noise = noise if noise is not None else nn.Identity()
+        self.noise = module_or_identity("noise", noise, "rd.GaussianNoise(0.1)")
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> Float[Tensor, "batch token dim"]:
         """`W_2 anchor + b`.

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Call, PartCost, UpdateCost
-from recurrent_depth.depth import require_whole
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.injection import Injection
 from recurrent_depth.numerics import at_least_float32, without_autocast
 from recurrent_depth.step import StepBlocks
@@ -60,7 +60,8 @@ class MemorySlotsUpdate(DepthUpdate):
         num_steps: how many steps have routers.
 
     Raises:
-        ValueError: if a number is below 1; in a forward, if it has more steps than there are routers.
+        ValueError: if a number is below 1, or `inject` no injection; in a forward, if it has more steps than there are
+            routers.
 
     Reference: Yu et al., 2025, arXiv 2510.07739.
     """
@@ -70,6 +71,7 @@ class MemorySlotsUpdate(DepthUpdate):
         self.dim = require_whole("dim", dim, at_least=1)
         self.num_slots = require_whole("num_slots", num_slots, at_least=1)
         self.num_steps = require_whole("num_steps", num_steps, at_least=1)
+        require_instance("inject", inject, Injection, "rd.KeepState()")
         self.inject = inject
         self.writer, self.reader = (StepRouter(dim, num_slots, num_steps + 1) for _ in range(2))
 

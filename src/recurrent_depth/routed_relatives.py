@@ -141,7 +141,7 @@ def mor(
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
     inner, chosen = _routed_parts(update, router, dim, layout)
-    routed = RoutedUpdate(inner, chosen, made("combine", combine, example="rd.Interpolate"))
+    routed = RoutedUpdate(inner, chosen, made("combine", Combination, combine, example="rd.Interpolate"))
     return assemble(layout, form(dim, num_heads), routed, vocab_size=vocab_size, context_length=context_length)
 
 
@@ -170,4 +170,5 @@ def mod(
 
 def _routed_parts(update: UpdateFactory, router: RouterFactory, dim: int, layout: Layout) -> tuple[DepthUpdate, Router]:
     example = "rd.expert_choice or partial(rd.expert_choice, alpha=0.5)"
-    return made("update", update, dim), made("router", router, dim, layout.num_steps, example=example)
+    inner = made("update", DepthUpdate, update, dim)
+    return inner, made("router", Router, router, dim, layout.num_steps, example=example)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recurrent_depth.capacity import checked_capacities
 from recurrent_depth.contracts import Call, UpdateCost
-from recurrent_depth.depth import require_whole
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.pick import Pick, pick_chosen, pick_fewest
 from recurrent_depth.router import Router, RouterState, Routing
 from recurrent_depth.top_tokens import Choice, Limit, TopTokens, row_share
@@ -30,14 +30,15 @@ class ExpertChoice(Router):
         capacities: the share of all tokens that takes each step; see `falling_capacities` and `CosineCapacities`.
 
     Raises:
-        ValueError: for capacities that rise or leave (0, 1], or are not one for each router; in a forward, if it takes
-            more steps than there are routers.
+        ValueError: if `choose` is no `TopTokens`; for capacities that rise or leave (0, 1], or are not one for each
+            router; in a forward, if it takes more steps than there are routers.
 
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
 
     def __init__(self, choose: TopTokens, capacities: Sequence[float | int]):
         super().__init__()
+        _check_choose(choose)
         self.choose = choose
         self.capacities = capacities
 
@@ -99,8 +100,9 @@ class MixtureOfDepths(Router):
         num_steps: full depth. Without it a forward may go on behind the last routed step, up to the next one.
 
     Raises:
-        ValueError: if `capacity` leaves (0, 1], `every` or `num_steps` is below 1, or `num_steps` has more or fewer
-            routed steps than there are routers, of which there is always one; in a forward, if it takes more steps.
+        ValueError: if `choose` is no `TopTokens`, `capacity` leaves (0, 1], `every` or `num_steps` is below 1, or
+            `num_steps` has more or fewer routed steps than there are routers, of which there is always one; in a
+            forward, if it takes more steps.
 
     Warns:
         UserWarning: if none of `num_steps` is routed.
@@ -112,6 +114,7 @@ class MixtureOfDepths(Router):
         self, choose: TopTokens, *, capacity: float | int = 0.125, every: int = 2, num_steps: int | None = None
     ):
         super().__init__()
+        _check_choose(choose)
         if not 0 < capacity <= 1:
             raise ValueError(f"capacity is {capacity}, but must be above 0 and at most 1.")
         self.choose, self.capacity, self.every = choose, capacity, require_whole("every", every, at_least=1)
@@ -170,6 +173,10 @@ class MixtureOfDepths(Router):
         counts = tuple(partial(num_at_least, share) for share in shares)
         step = self.choose.cost() * sum(routed) / max(num_steps, 1)
         return UpdateCost(step=step, shares=shares, selects=True, counts=counts)
+
+
+def _check_choose(choose: object) -> None:
+    require_instance("choose", choose, TopTokens, "rd.TopTokens(rd.LinearScores(dim), rd.RawWeight())")
 
 
 def at_most(real: Bool[Tensor, "batch token"], capacity: float | int) -> Limit:

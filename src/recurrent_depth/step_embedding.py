@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Call, Tree, UpdateCost
-from recurrent_depth.depth import require_whole
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.norms import RMSNorm
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate
@@ -64,13 +64,16 @@ class AddStepEmbedding(DepthUpdate):
         dim: the width.
 
     Raises:
-        ValueError: in a forward, at a step that has no embedding, or without tokens.
+        ValueError: if `inner` is no update, or `embedding` none; in a forward, at a step that has no embedding, or
+            without tokens.
 
     Reference: the per-layer embeddings of Gemma 3n (Google, 2025), one slice per step in place of one per layer.
     """
 
     def __init__(self, inner: DepthUpdate, embedding: StepEmbedding, dim: int):
         super().__init__()
+        require_instance("inner", inner, DepthUpdate, "rd.plain(dim)")
+        require_instance("embedding", embedding, StepEmbedding)
         self.inner, self.embedding = inner, embedding
         self.narrow = nn.Linear(dim, embedding.size, bias=False)
         self.widen = nn.Linear(embedding.size, dim, bias=False)

@@ -11,6 +11,7 @@ from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.relaxation import RelaxedStack
 from recurrent_depth.step_embedding import AddStepEmbedding, StepEmbedding
+from recurrent_depth.update import DepthUpdate
 
 
 @beartype
@@ -88,7 +89,7 @@ def ple(
     require_whole("size", size, at_least=1)
 
     def embedded(dim: int) -> AddStepEmbedding:
-        inner = made("update", update, dim)
+        inner = made("update", DepthUpdate, update, dim)
         return AddStepEmbedding(inner, StepEmbedding(vocab_size, dim, layout.num_steps, size), dim)
 
     sizes = {"dim": dim, "num_heads": num_heads, "vocab_size": vocab_size, "context_length": context_length}

@@ -11,7 +11,7 @@ from recurrent_depth.builders import UpdateFactory, assemble, made, plain
 from recurrent_depth.conditioned_block import ConditionedBlock
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Layout, require_whole
-from recurrent_depth.embedding import scaled
+from recurrent_depth.embedding import scaled_embedding
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.halting import HaltingUpdate
 from recurrent_depth.halting_unit import HaltingUnit, Mix, sum_states
@@ -23,7 +23,7 @@ from recurrent_depth.norms import RMSNorm
 from recurrent_depth.step_encoding import StepEncoding
 from recurrent_depth.time_conditioning import CoarseTimes, TimeConditionedUpdate
 from recurrent_depth.universal_form import UniversalForm
-from recurrent_depth.update import ReplaceState
+from recurrent_depth.update import DepthUpdate, ReplaceState
 from recurrent_depth.weight_start import WeightStart
 
 
@@ -57,8 +57,8 @@ def halted(
 
     Reference: Graves, 2016, arXiv 1603.08983; Dehghani et al., 2018, arXiv 1807.03819.
     """
-    unit = HaltingUnit(dim, bias=bias)
-    return HaltingUpdate(made("inner", inner, dim), unit, StepEncoding(), ponder=ponder, epsilon=epsilon, mix=mix)
+    stepping, unit = made("inner", DepthUpdate, inner, dim), HaltingUnit(dim, bias=bias)
+    return HaltingUpdate(stepping, unit, StepEncoding(), ponder=ponder, epsilon=epsilon, mix=mix)
 
 
 @beartype
@@ -99,10 +99,10 @@ def universal(
     return assemble(
         layout,
         parts,
-        made("update", update, dim),
+        made("update", DepthUpdate, update, dim),
         vocab_size=vocab_size,
         context_length=context_length,
-        embed=scaled(parts.embedding(vocab_size, context_length), 1 / std),
+        embed=scaled_embedding(parts.embedding(vocab_size, context_length), 1 / std),
         start=WeightStart(std),
     )
 
@@ -172,7 +172,7 @@ def loopformer(
     Reference: Jeddi et al., 2026, arXiv 2602.11451.
     """
     parts, wide = GPT2Form(dim, num_heads), require_whole("hidden", 4 * dim if hidden is None else hidden, at_least=1)
-    timed = TimeConditionedUpdate(made("update", update, dim), dim, CoarseTimes(layout.num_steps))
+    timed = TimeConditionedUpdate(made("update", DepthUpdate, update, dim), dim, CoarseTimes(layout.num_steps))
     blocks = [ConditionedBlock(Attention(dim, num_heads), MLP(dim, wide), dim) for _ in range(layout.core)]
     norm = RMSNorm(dim)
     model = assemble(layout, parts, timed, vocab_size=vocab_size, context_length=context_length, norm=norm)

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Call, UpdateCost
-from recurrent_depth.depth import require_whole
+from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate
@@ -80,13 +80,15 @@ class TimeConditionedUpdate(DepthUpdate):
         times: gives the times at which steps begin and end, `num_steps + 1` of them.
 
     Raises:
-        ValueError: if `dim` is below 1.
+        ValueError: if `dim` is below 1, `inner` is no update, or `times` no module.
 
     Reference: Jeddi et al., 2026, arXiv 2602.11451.
     """
 
     def __init__(self, inner: DepthUpdate, dim: int, times: CoarseTimes):
         super().__init__()
+        require_instance("inner", inner, DepthUpdate, "rd.plain(dim)")
+        require_instance("times", times, nn.Module, "rd.CoarseTimes(num_steps)")
         self.inner, self.times = inner, times
         self.time, self.length = TimeEmbedding(dim), TimeEmbedding(dim)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from recurrent_depth.balance import Balance
 from recurrent_depth.contracts import Call, UpdateCost
+from recurrent_depth.depth import require_instance
 from recurrent_depth.pick import pick_fewest
 from recurrent_depth.router import Router, RouterState, Routing
 from recurrent_depth.router_scores import RouterScores
@@ -56,6 +57,7 @@ class TokenChoice(Router):
 
     def __init__(self, scores: RouterScores, weight: RouterWeight, balance: Balance, *, z_loss: float | int = 1e-5):
         super().__init__()
+        require_instance("weight", weight, RouterWeight, "rd.SoftmaxWeight()")
         _check_parts(scores, balance)
         self.scores, self.weight, self.balance = scores, weight, balance
         self.z_loss = require_coefficient("z_loss", z_loss)
@@ -107,6 +109,8 @@ class TokenChoice(Router):
 
 
 def _check_parts(scores: RouterScores, balance: Balance) -> None:
+    require_instance("scores", scores, RouterScores, "rd.LinearScores(dim, num_outputs=num_steps)")
+    require_instance("balance", balance, Balance, "rd.BalanceLoss(0.1)")
     if scores.num_routers != 1:
         raise ValueError(
             f"scores has {scores.num_routers} routers, but token choice asks one, before the loop: build it with "

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from recurrent_depth.depth import require_instance
 from recurrent_depth.router_scores import RouterScores
 from recurrent_depth.router_weights import RouterWeight, require_coefficient
 
@@ -118,6 +119,9 @@ class TopTokens(nn.Module):
 
 
 def _check_parts(scores: RouterScores, weight: RouterWeight, predictor: RouterScores | None) -> None:
+    require_instance("scores", scores, RouterScores, "rd.LinearScores(dim, num_routers=num_steps)")
+    require_instance("weight", weight, RouterWeight, "rd.SigmoidWeight(0.1)")
+    require_instance("predictor", predictor or scores, RouterScores, "rd.MLPScores(dim)")
     for name, part in (("scores", scores), ("predictor", predictor or scores)):
         if part.num_outputs != 1:
             raise ValueError(

@@ -9,9 +9,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from recurrent_depth.contracts import Call, Tree, UpdateCost
+from recurrent_depth.depth import require_instance
 from recurrent_depth.gate import DepthGate
 from recurrent_depth.injection import Injection
 from recurrent_depth.numerics import at_least_float32
+from recurrent_depth.optional import module_or_identity
 from recurrent_depth.step import StepBlocks
 
 
@@ -88,12 +90,15 @@ class ReplaceState(DepthUpdate):
     Args:
         inject: what the blocks see; `KeepState()` is the plain loop.
         start: makes the initial state from the anchor; the anchor itself by default.
+
+    Raises:
+        ValueError: if one of them is something else, such as a width or a class.
     """
 
     def __init__(self, inject: Injection, start: nn.Module | None = None):
         super().__init__()
-        self.inject = inject
-        self.start = start if start is not None else nn.Identity()
+        require_instance("inject", inject, Injection, "rd.KeepState()")
+        self.inject, self.start = inject, module_or_identity("start", start, "rd.GaussianNoise(0.1)")
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The start that is made of the anchor."""
@@ -131,13 +136,18 @@ class GatedDepthUpdate(DepthUpdate):
         start: makes the initial state from the anchor; the anchor itself by default. `GaussianNoise(0.1)` is the other
             reading of the source, a start from `h_pre + eps`.
 
+    Raises:
+        ValueError: if one of them is something else, such as a width or a class.
+
     Reference: Hegazy et al., 2026, arXiv 2608.15062.
     """
 
     def __init__(self, inject: Injection, gate: DepthGate, start: nn.Module | None = None):
         super().__init__()
+        require_instance("inject", inject, Injection, "rd.ConcatProjection(dim)")
+        require_instance("gate", gate, DepthGate, "rd.AnchoredGate(dim)")
         self.inject, self.gate = inject, gate
-        self.start = start if start is not None else nn.Identity()
+        self.start = module_or_identity("start", start, "rd.GaussianNoise(0.1)")
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The start that is made of the anchor, and the anchor's halves of the injection and the gate."""

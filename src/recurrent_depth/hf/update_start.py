@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from recurrent_depth.builders import gated
+from recurrent_depth.builders import called, gated
 from recurrent_depth.depth import require_instance
 from recurrent_depth.initialisation import start_weights
 from recurrent_depth.injection import Injection
@@ -34,7 +34,7 @@ def make_update(factory: Callable[[int], DepthUpdate], dim: int, *, like: nn.Mod
     if isinstance(factory, nn.Module) or not callable(factory):
         said = type(factory).__name__
         raise ValueError(f"update must make an update for a width, such as rd.gated; got {said}, which is no function.")
-    update = factory(dim)
+    update = called("update", factory, dim, example="rd.gated or partial(rd.gated, bias=0.0)")
     require_instance("What update makes", update, DepthUpdate)
     if update.cost(1).selects:
         raise ValueError(
