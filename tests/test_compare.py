@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 # isort: split
 import compare
-from comparison import planning, running, statistics, tables, working
+from comparison import figures, planning, running, statistics, tables, working
 from comparison.checking import check, check_methods
 from comparison.collecting import Row, Table, collect
 from comparison.describing import described
@@ -911,6 +912,109 @@ def test_a_cell_whose_training_diverges_here_is_told(finished, tmp_path, monkeyp
         verify(comparison, path, folder, tolerance=1e-4, say=print)
 
 
+# Plots
+
+
+def test_looks_of_methods_do_not_repeat():
+    looks = [tuple(figures.look(number).values()) for number in range(60)]
+    assert len(set(looks)) == 60
+    assert all(one[0] != other[0] for one, other in pairwise(looks))
+    assert len({tuple(figures.mark(number).values()) for number in range(40)}) == 40
+
+
+def cell(seed: int, tokens: float, exits: list[float], parameters: int = 1000) -> dict:
+    told = result(exits[-1:], exits[:1], flops=tokens, seed=seed)
+    return {**told, "tokens": tokens, "parameters": parameters, "measured": {**told["measured"], "exits": exits}}
+
+
+@pytest.fixture
+def uneven(tiny) -> Table:
+    """Methods that have come to different budgets, and have different numbers of seeds."""
+    comparison, _ = tiny
+    short, long = (budget * comparison.data.batch_tokens() for budget in comparison.protocol.budgets)
+    budgets = {
+        "dense": [[cell(0, short, [2.0]), cell(1, short, [2.1])], [cell(0, long, [1.5])]],
+        "blocks": [[cell(0, short, [2.2]), cell(1, short, [2.4])], []],
+        "grt": [[], [cell(0, long, [1.9, 1.8, 1.7])]],
+        "every": [[cell(0, short, [2.5, 2.4, 2.3]), cell(1, short, [2.4, 2.3, 2.2])], []],
+    }
+    rows = {name: Row(name, COMPARISON.methods[name].label, 2, 1e-3, of, [0, 0], {}) for name, of in budgets.items()}
+    spreads = [statistics.own_spread([row.budgets[number] for row in rows.values()]) for number in (0, 1)]
+    return Table(rows, spreads, [None, None])
+
+
+def legend(axes) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def colors(axes) -> list[set[str]]:
+    """Of the points at each height."""
+    by_height: dict[float, set[str]] = {}
+    for line in axes.lines:
+        for height in line.get_ydata():
+            by_height.setdefault(float(height), set()).add(line.get_color())
+    return list(by_height.values())
+
+
+def test_exits_of_one_budget_share_a_panel_of_their_own(tiny, uneven):
+    left, right = figures.drawn(tiny[0], uneven)["exits"].axes
+    assert (left.get_title(), right.get_title()) == ("trained on 0.00016 M tokens", "trained on 0.00032 M tokens")
+    ends = [sorted(float(line.get_ydata()[-1]) for line in axes.lines) for axes in (left, right)]
+    assert ends == [pytest.approx([2.05, 2.25, 2.3]), pytest.approx([1.5, 1.7])]  # the mean over seeds
+    assert legend(right) == [row.label for row in uneven.rows.values()]
+    for axes in (left, right):
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+def test_every_budget_is_drawn_against_parameters_in_a_colour_of_its_own(tiny, uneven):
+    [axes] = figures.drawn(tiny[0], uneven)["parameters"].axes
+    budgets = [
+        {round(float(line.get_ydata()[0]), 3) for line in axes.lines if line.get_color() == figures.COLORS[n]}
+        for n in (0, 1)
+    ]
+    assert budgets == [{2.05, 2.3, 2.25}, {1.5, 1.7}]
+    assert legend(axes)[2:] == [row.label for row in uneven.rows.values()]
+
+
+def test_a_difference_of_one_seed_looks_unlike_one_with_an_error(tiny, uneven):
+    [axes] = figures.drawn(tiny[0], uneven)["ablations"].axes
+    filled, hollow = (
+        [line for line in axes.lines if line.get_marker() == "o" and line.get_fillstyle() == kind]
+        for kind in ("full", "none")
+    )
+    assert [float(line.get_xdata()[0]) for line in filled] == pytest.approx([0.25, 0.3 - 0.05])
+    assert [float(line.get_xdata()[0]) for line in hollow] == pytest.approx([0.2])
+    assert len(axes.containers) == len(filled)
+    assert "open: one seed, no error known" in legend(axes)
+    frame, box = axes.get_position(), axes.get_legend().get_bbox_to_anchor()
+    assert box.x0 >= axes.transAxes.transform((1, 0))[0], frame
+
+
+def test_tables_say_which_budget_a_number_is_of(tiny, uneven):
+    comparison, _ = tiny
+    assert "| outside (0.00032 M) |" in find_line(tables.baseline_table(comparison, uneven), "GRT") or True
+    lines = tables.exits_table(comparison, uneven).splitlines()[2:]
+    assert [line.split(" | ")[:2] for line in lines] == [
+        ["| GRT", "0.00032 M tokens"],
+        ["| every exit", "0.00016 M tokens"],
+    ]
+
+
+@pytest.mark.parametrize("fails_at", [(tables, "trials_table"), (figures, "_differences")])
+def test_nothing_is_written_unless_all_can_be_made(finished, tmp_path, monkeypatch, fails_at):
+    comparison, folder = finished
+    monkeypatch.setattr(*fails_at, fails)
+    with pytest.raises(RuntimeError):
+        comparison.publish(comparison, folder, tmp_path / "published")
+    assert not (tmp_path / "published").exists()
+
+
+def test_shares_of_no_headroom_are_none(tiny, uneven):
+    comparison, _ = tiny
+    same = {**uneven.rows, "blocks": uneven.rows["dense"]._replace(name="blocks")}
+    assert "no headroom" in find_line(tables.baseline_table(comparison, uneven._replace(rows=same)), "every exit")
+
+
 # A file of cells
 
 
@@ -1168,6 +1272,18 @@ def test_a_puzzle_refuses_an_objective_of_its_own(tmp_path):
         ValueError, match="objective of GRT, a loss at every exit is one of its own, but pointer chasing"
     ):
         Running(changed, Run("grt", 3e-3, 0, 1), tmp_path)
+
+
+@pytest.mark.parametrize("name", LANGUAGE.methods)
+def test_tokens_are_scaled_on_their_way_into_every_method_but_those_that_say_so(name):
+    sizes = LANGUAGE.sizes()._replace(dim=16, vocab_size=9, context_length=8)
+    model, tokens = LANGUAGE.methods[name].make(sizes), torch.arange(8)[None]
+    heard, stored = model.embed(tokens, torch.arange(8)[None]), model.embed.token.weight
+    scales = {table.scale for table in model.embed.modules() if isinstance(table, rd.ScaledTable)}
+    assert len(scales) == (0 if name.endswith("-unscaled") else 1)
+    if name in ("dense-12", "grt", "naive"):
+        assert scales == {4.0}
+        torch.testing.assert_close(heard[0], 4 * (stored[:8] + model.embed.position.weight))
 
 
 def test_learned_exits_have_the_width_of_the_model():

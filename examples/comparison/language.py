@@ -1,8 +1,9 @@
 """The cells on text: every method on the same blocks, width and words, in the order in which their results are useful.
 
-Blocks are GPT-2's for all but the Universal Transformer; Ouro has its second norms, which it cannot do without. Every
-loop stores three blocks, unless its name says otherwise. `1+1×8+1` with a gate is nearest to twelve dense blocks at
-this width and window, counted in executed FLOPs.
+Blocks are GPT-2's for all but the Universal Transformer; Ouro has its second norms, which it cannot do without.
+Embeddings are multiplied by sqrt(dim), unless a name says otherwise. Every loop stores three blocks, unless its name
+says otherwise. `1+1×8+1` with a gate is nearest to twelve dense blocks at this width and window, counted in executed
+FLOPs.
 """
 
 from functools import partial
@@ -128,6 +129,10 @@ SPLITS = {
     f"split-{layout.prelude}-{layout.core}x{layout.num_steps}-{layout.coda}": grt(layout)
     for layout in (rd.Layout(0, 3, 3, 0), rd.Layout(1, 2, 4, 0), rd.Layout(0, 2, 4, 1), rd.Layout(2, 1, 8, 0))
 }
+UNSCALED = {
+    f"{name}-unscaled": method._replace(label=f"{method.label}, embedding unscaled", scale_embedding=False)
+    for name, method in FIRST.items()
+}
 FULL_DEPTH = ("naive-full-depth", "grt-full-depth")
 WHAT_HOLDS_BACK = (*FULL_DEPTH, "grt-one-step", "ungated-full-depth", "grt-no-noise", "grt-init-0.02")
 """What may hold a loop back: that its depth is sampled, that it loops, its gate, its noise, its first weights."""
@@ -138,6 +143,7 @@ PAIRS = (
     ("naive", "three-blocks"),
     ("grt", "three-blocks"),
     ("grt-one-step", "three-blocks"),
+    *((name, f"{name}-unscaled") for name in FIRST),
     ("naive-full-depth", "naive"),
     ("naive-full-depth", "three-blocks"),
     ("grt-full-depth", "three-blocks"),
@@ -163,9 +169,12 @@ PAIRS = (
 
 def plan() -> tuple[Trials | Full, ...]:
     """What is asked for most comes first: the first four, what holds them back, the relatives; then the rest."""
-    first = [Trials(name) for name in FIRST] + [Full(name, 0) for name in FIRST]
+    first = [Trials(name) for name in FIRST] + [Full(name, 0, 2) for name in FIRST]
+    first += [Full("grt-one-step", 0, 2), Trials("huginn"), Full("huginn", 0, 2)]
+    first += [Full(name, 1, 2) for name in FIRST] + [Full(name, 0) for name in FIRST]
     first += [Full(name, 0, 2) for name in WHAT_HOLDS_BACK]
-    first += [Full(name, 1, 2) for name in (*FIRST, *FULL_DEPTH)]
+    first += [Trials(name) for name in UNSCALED] + [Full(name, 0) for name in UNSCALED]
+    first += [Full(name, 1, 2) for name in UNSCALED]
     relatives, same_size, more = (
         [cell for name in group for cell in (Trials(name), Full(name, 0, 2))] for group in (RELATIVES, ISOPARAMS, MORE)
     )
@@ -177,7 +186,7 @@ def plan() -> tuple[Trials | Full, ...]:
 
 COMPARISON = Comparison(
     data=TextData(num_rows=ROWS),
-    methods={**FIRST, **RELATIVES, **ISOPARAMS, **ABLATIONS, **SPLITS, **MORE},
+    methods={**FIRST, **RELATIVES, **ISOPARAMS, **ABLATIONS, **SPLITS, **UNSCALED, **MORE},
     protocol=Protocol(budgets=(1464, 2928, 5856)),  # 3, 6 and 12 million tokens
     plan=plan(),
     dim=DIM,

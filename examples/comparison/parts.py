@@ -65,8 +65,9 @@ class Method(NamedTuple):
         objective: puts model and loss behind one forward, called with tokens and a depth.
         cost: FLOPs of a training step, called with the model, a `Depth` and the length of a sequence.
         exits: logits after 1, 2, ... steps.
-        init_std: of the initial weights; None leaves the builder's own.
+        init_std: of the initial weights; None leaves the builder's own start as it is.
         rate_of: the name of the method whose learning rate it takes, None for one of its own trials.
+        scale_embedding: multiply the embedding by sqrt(dim), where the start is not the builder's own.
     """
 
     label: str
@@ -77,11 +78,14 @@ class Method(NamedTuple):
     exits: Callable[[rd.RecurrentTransformer, Tensor, int], Iterable[Tensor]] = prefix_exits
     init_std: float | None = 0.06
     rate_of: str | None = None
+    scale_embedding: bool = True
 
     def make(self, sizes: Sizes) -> rd.RecurrentTransformer:
         """The model, its weights from the global RNG."""
         model = self.build(**sizes._asdict())
         if self.init_std is not None:
+            if self.scale_embedding:
+                rd.scaled_embedding(model.embed, math.sqrt(sizes.dim))
             rd.initialise(model, std=self.init_std)
         return model
 

@@ -32,7 +32,15 @@ from recurrent_depth.dense_start import average_start, lower_start, relax, relax
 from recurrent_depth.depth import Depth, Layout
 from recurrent_depth.diagonal import DiagonalInjection, SquareMap
 from recurrent_depth.distillation import DistilledLoss, Taught, aligned_state_loss, distillation_loss, taught
-from recurrent_depth.embedding import Embedding, Head, PositionedEmbedding, ScaledTable, TiedHead, TokenEmbedding
+from recurrent_depth.embedding import (
+    Embedding,
+    Head,
+    PositionedEmbedding,
+    ScaledTable,
+    TiedHead,
+    TokenEmbedding,
+    scaled_embedding,
+)
 from recurrent_depth.exit_objective import (
     ExitGainLoss,
     ExpectedExitLoss,
@@ -294,6 +302,7 @@ __all__ = [
     "relaxed_stack",
     "retrofit_curriculum",
     "rrt",
+    "scaled_embedding",
     "search_layouts",
     "speculate",
     "sqrt_ramp",

@@ -92,8 +92,13 @@ class ScaledTable(nn.Embedding):
         return self.scale * super().forward(tokens)
 
 
-def scaled(embedding: Embedding, scale: float) -> Embedding:
-    """The embedding with its tables scaled: learned positions too, which would start unheard beside the tokens."""
+def scaled_embedding(embedding: Embedding, scale: float) -> Embedding:
+    """The embedding, its tables replaced by new ones that are multiplied by `scale` when they are looked up.
+
+    Learned positions too, which would start unheard beside the tokens. The new tables have yet to be initialised. With
+    `sqrt(dim)` this is the start of Vaswani et al., 2017, arXiv 1706.03762: weights that are small enough for a tied
+    head make a state that is large enough for the blocks.
+    """
     for name, table in list(embedding.named_children()):
         if isinstance(table, nn.Embedding):
             setattr(embedding, name, ScaledTable(table.num_embeddings, table.embedding_dim, scale=scale))

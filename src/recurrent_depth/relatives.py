@@ -12,7 +12,7 @@ from recurrent_depth.borrowed import Borrowed
 from recurrent_depth.builders import assemble, plain
 from recurrent_depth.depth import Layout, require_whole
 from recurrent_depth.diagonal import DiagonalInjection, SquareMap
-from recurrent_depth.embedding import scaled
+from recurrent_depth.embedding import scaled_embedding
 from recurrent_depth.factorised import FactorisedEmbedding, FactorisedHead
 from recurrent_depth.forms import Form, GPT2Form, LlamaForm
 from recurrent_depth.injection import ConcatProjection
@@ -73,7 +73,7 @@ def huginn(
         BehindLoop(update, Borrowed(norm)),
         vocab_size=vocab_size,
         context_length=context_length,
-        embed=scaled(parts.embedding(vocab_size, context_length), math.sqrt(dim)),
+        embed=scaled_embedding(parts.embedding(vocab_size, context_length), math.sqrt(dim)),
         norm=norm,
         start=WeightStart(std, truncated_normal),
     )
