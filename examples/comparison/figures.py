@@ -1,92 +1,170 @@
 """The plots of a comparison on text."""
 
-from collections.abc import Callable
-from pathlib import Path
+import io
+from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plots import COLORS
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from comparison.collecting import Row, Table
 from comparison.parts import Comparison
-from comparison.statistics import mean
+from comparison.statistics import Estimate, Result, errors_needed, mean
 
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
+COLORS = ["#0b6e99", "#c8553d", "#588157", "#6d597a", "#d99a00", "#17a398", "#8c5e3c", "#c2185b", "#5f6b73"]
 MARKERS = "osD^vPX<>*"
+LINES = ["-", "--", ":", "-."]
+FILLS = ["full", "none", "left", "top"]
+SCORE = "held-out loss (bits per byte)"
 
 
-def draw(comparison: Comparison, table: Table, folder: Path) -> None:
-    """Loss against training FLOPs, against parameters, by exit; and the ablations as bars."""
+def look(number: int) -> dict[str, Any]:
+    """Colour, marker and line of the method of this number: no two of ninety are alike, nor neighbours in colour."""
+    color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+    return {"color": color, "marker": marker, "linestyle": LINES[number // len(COLORS) % len(LINES)]}
+
+
+def mark(number: int) -> dict[str, Any]:
+    """Marker and its filling, where colours say something else: no two of forty are alike."""
+    return {"marker": MARKERS[number % len(MARKERS)], "fillstyle": FILLS[number // len(MARKERS) % len(FILLS)]}
+
+
+def draw(comparison: Comparison, table: Table) -> dict[str, bytes]:
+    """PNGs by their names."""
+    return {f"{name}.png": as_png(figure) for name, figure in drawn(comparison, table).items()}
+
+
+def as_png(figure: Figure) -> bytes:
+    """What a file of it holds."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=130)
+    return file.getvalue()
+
+
+def drawn(comparison: Comparison, table: Table) -> dict[str, Figure]:
+    """Loss against training FLOPs, against parameters, by exit; and what each method has more than the baseline."""
     rows = [row for row in table.rows.values() if row.longest]
-    plots: dict[str, Callable[[Axes, list[Row]], None]] = {
-        "training-flops": _against_flops,
-        "parameters": _against_parameters,
-        "exits": _by_exit,
-        "ablations": lambda axes, rows: _bars(axes, rows, comparison, table),
-    }
-    for name, plot in plots.items():
-        with mpl.rc_context(STYLE):
-            figure = Figure(figsize=(8.5, 5.2), layout="constrained")
-            axes = figure.subplots()
-            plot(axes, rows)
-            figure.savefig(folder / f"{name}.png", dpi=130)
+    batch = comparison.data.batch_tokens()
+    budgets = [f"{budget * batch / 1e6:.3g} M tokens" for budget in comparison.protocol.budgets]
+    with mpl.rc_context(STYLE):
+        return {
+            "training-flops": _against_flops(rows),
+            "parameters": _against_parameters(rows, budgets),
+            "exits": _by_exit(rows, budgets),
+            "ablations": _differences(comparison, table, rows, budgets),
+        }
 
 
-def _against_flops(axes: Axes, rows: list[Row]) -> None:
+def _against_flops(rows: list[Row]) -> Figure:
+    figure, [axes] = _figure(rows)
     for number, row in enumerate(rows):
         done = [group for group in row.budgets if group]
         flops = [mean(group, lambda result: result["training"]["flops"]) for group in done]
-        axes.plot(flops, [mean(group) for group in done], label=row.label, **_look(number))
-    axes.set(xscale="log", xlabel="training FLOPs, as executed", title="One line a method, one point a budget")
-    _finish(axes)
+        axes.plot(flops, [mean(group) for group in done], label=row.label, **look(number))
+    axes.set(xlabel="training FLOPs, as executed", title="One line a method, one point a budget", ylabel=SCORE)
+    _logarithmic(axes)
+    _legend(axes, axes.get_legend_handles_labels()[0])
+    return figure
 
 
-def _against_parameters(axes: Axes, rows: list[Row]) -> None:
+def _against_parameters(rows: list[Row], budgets: list[str]) -> Figure:
+    figure, [axes] = _figure(rows)
     for number, row in enumerate(rows):
-        axes.plot([row.longest[0]["parameters"]], [mean(row.longest)], label=row.label, **_look(number))
-    axes.set(xscale="log", xlabel="parameters", title="Longest budget done")
-    _finish(axes)
+        for color, group in zip(_colors(budgets), row.budgets, strict=True):
+            if group:
+                axes.plot([group[0]["parameters"]], [mean(group)], color=color, linestyle="", **mark(number))
+    axes.set(xlabel="parameters", title="One colour a budget, one point a method", ylabel=SCORE)
+    _logarithmic(axes)
+    colors = zip(_colors(budgets), budgets, strict=True)
+    methods = [_key(row.label, color="gray", **mark(number)) for number, row in enumerate(rows)]
+    _legend(axes, [*(_key(budget, color=color, marker="s") for color, budget in colors), *methods])
+    return figure
 
 
-def _by_exit(axes: Axes, rows: list[Row]) -> None:
-    for number, row in enumerate(rows):
-        exits = row.longest[0]["measured"]["exits"]
-        if len(exits) == 1:
-            axes.axhline(exits[0], color=_look(number)["color"], linestyle=":", label=row.label)
+def _by_exit(rows: list[Row], budgets: list[str]) -> Figure:
+    """A panel for each budget, so that no two budgets are compared; it shows all methods that have come so far."""
+    done = [number for number in range(len(budgets)) if any(row.budgets[number] for row in rows)]
+    figure, panels = _figure(rows, len(done))
+    for axes, number in zip(panels, done, strict=False):
+        groups = {at: row.budgets[number] for at, row in enumerate(rows) if row.budgets[number]}
+        _exits(axes, {at: _mean_exits(group) for at, group in groups.items()})
+        axes.set_title(f"trained on {budgets[number]}")
+    panels[0].set_ylabel(SCORE)
+    _legend(panels[-1], [_key(row.label, **look(number)) for number, row in enumerate(rows)])
+    return figure
+
+
+def _exits(axes: Axes, curves: dict[int, Sequence[float]]) -> None:
+    most = max(map(len, curves.values()))
+    for number, exits in curves.items():
+        if len(exits) == 1:  # without a loop: the same from end to end
+            axes.plot([1, most], [exits[0]] * 2, **look(number))
         else:
-            axes.plot(range(1, len(exits) + 1), exits, label=row.label, **_look(number))
-    axes.set(xlabel="steps of the loop taken", title="Loss by exit, first seed")
-    best = min((mean(row.longest) for row in rows), default=1.0)
-    axes.set_ylim(best * 0.985, best * 1.3)
-    _finish(axes)
+            axes.plot(range(1, len(exits) + 1), exits, **look(number))
+    best, worst = min(exits[-1] for exits in curves.values()), max(max(exits) for exits in curves.values())
+    axes.set(xlabel="steps of the loop taken", ylim=(best * 0.985, min(best * 1.3, worst * 1.015)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _bars(axes: Axes, rows: list[Row], comparison: Comparison, table: Table) -> None:
+def _mean_exits(group: list[Result]) -> Sequence[float]:
+    return np.mean([result["measured"]["exits"] for result in group], axis=0).tolist()
+
+
+def _differences(comparison: Comparison, table: Table, rows: list[Row], budgets: list[str]) -> Figure:
+    figure, [axes] = _figure(rows)
     rows = [row for row in rows if row.name != comparison.baseline]
-    budgets, thick = comparison.protocol.budgets, 0.8 / len(comparison.protocol.budgets)
-    for number, budget in enumerate(budgets):
-        found = [(at, table.difference(row.name, comparison.baseline, number)) for at, row in enumerate(rows)]
-        done = [(at + (number - (len(budgets) - 1) / 2) * thick, less) for at, less in found if less is not None]
-        axes.barh(
-            [at for at, _ in done],
-            [less.value for _, less in done],
-            height=thick,
-            xerr=[2 * (less.error or 0.0) for _, less in done],
-            color=COLORS[number],
-            label=f"{budget * comparison.data.batch_tokens() / 1e6:.3g} M tokens",
-        )
+    for number, color in enumerate(_colors(budgets)):
+        below = (number - (len(budgets) - 1) / 2) * 0.5 / len(budgets)
+        for at, row in enumerate(rows):
+            more = table.difference(row.name, comparison.baseline, number)
+            if more is not None:
+                _difference(axes, more, at + below, color)
+    axes.axvline(0, color="gray")
     axes.set_yticks(range(len(rows)), [row.label for row in rows])
-    axes.invert_yaxis()
-    axes.legend(edgecolor="none")
-    axes.set(xlabel="bits per byte more than the dense model; bars of error are two standard errors")
+    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
+    base = comparison.methods[comparison.baseline].label
+    axes.set_xlabel(f"bits per byte more than {base}, at as many tokens; a line that crosses 0 claims nothing")
+    filled = [_key(budget, color=color, marker="o") for color, budget in zip(_colors(budgets), budgets, strict=True)]
+    _legend(axes, [*filled, _key("open: one seed, no error known", color="gray", marker="o", fillstyle="none")])
+    return figure
 
 
-def _look(number: int) -> dict[str, str]:
-    return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number // len(COLORS) % len(MARKERS)]}
+def _difference(axes: Axes, more: Estimate, at: float, color: str) -> None:
+    if more.error is None:
+        axes.plot([more.value], [at], "o", color=color, fillstyle="none")
+    else:
+        axes.errorbar([more.value], [at], xerr=[errors_needed(more.freedom) * more.error], fmt="o", color=color)
 
 
-def _finish(axes: Axes) -> None:
-    axes.set_ylabel("held-out loss (bits per byte)")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small", edgecolor="none", loc="center left", bbox_to_anchor=(1, 0.5))
+def _figure(rows: list[Row], num_panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """Tall enough for a legend, or an axis, that names all rows."""
+    panels = max(1, num_panels)
+    figure = Figure(figsize=(4.5 + 4 * panels, max(5.2, 1 + 0.22 * len(rows))), layout="constrained")
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def _logarithmic(axes: Axes) -> None:
+    """With as many numbers as have room."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6)))
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _colors(budgets: list[str]) -> list[str]:
+    return [COLORS[number % len(COLORS)] for number in range(len(budgets))]
+
+
+def _key(label: str, **looks: Any) -> Line2D:
+    return Line2D([], [], label=label, **{"linestyle": "", **looks})
+
+
+def _legend(axes: Axes, keys: Sequence[Any]) -> None:
+    """Beside the axes, where it covers nothing."""
+    if keys:
+        axes.legend(handles=keys, fontsize="small", edgecolor="none", loc="center left", bbox_to_anchor=(1, 0.5))

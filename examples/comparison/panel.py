@@ -3,18 +3,18 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plots import COLORS
 
-from comparison.figures import MARKERS, STYLE
+from comparison.figures import STYLE, as_png, look
 from comparison.language import FIRST
 from comparison.parts import Comparison, Full, Protocol, Run, Trials
 from comparison.planning import best_rate, read_result, score
-from comparison.publishing import copy_cells
+from comparison.publishing import cell_files, write
 from comparison.puzzles import Puzzle, PuzzleData
 
 SEEDS = (0, 1)
@@ -38,12 +38,10 @@ def panel(puzzle: Puzzle) -> Comparison:
 
 def publish(comparison: Comparison, out: Path, folder: Path) -> str:
     """Writes accuracy by steps asked for and steps taken: a table, JSON, a plot. Returns the table."""
-    copy_cells(comparison, out, folder / "cells")
-    done = _accuracies(comparison, out)
-    (folder / "results.json").write_text(json.dumps(done, indent=1) + "\n")
-    text = _table(comparison, done)
-    (folder / "tables.md").write_text(text)
-    _draw(comparison, done, folder / "accuracy.png")
+    cells, done = cell_files(comparison, out), _accuracies(comparison, out)
+    text, told = _table(comparison, done), json.dumps(done, indent=1) + "\n"
+    plot = as_png(_drawn(comparison, done))
+    write(folder, {"tables.md": text, "results.json": told, "accuracy.png": plot, **cells})
     return text
 
 
@@ -77,13 +75,12 @@ def _table(comparison: Comparison, done: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _draw(comparison: Comparison, done: dict[str, dict], path: Path) -> None:
+def _drawn(comparison: Comparison, done: dict[str, dict]) -> Figure:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         for number, (name, one) in enumerate((name, one) for name, one in done.items() if one["num_seeds"]):
-            look = {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number]}
-            _draw_one(left, right, comparison.methods[name].label, one, look)
+            _draw_one(left, right, comparison.methods[name].label, one, look(number))
         puzzle = _puzzle(comparison)
         for axes in (left, right):
             axes.axhline(puzzle.chance(), color="gray", linestyle=":")
@@ -91,15 +88,15 @@ def _draw(comparison: Comparison, done: dict[str, dict], path: Path) -> None:
         right.set(xlabel="steps of the loop taken", title="mean over k; rings at full depth")
         if any(one["num_seeds"] for one in done.values()):
             left.legend(edgecolor="none")
-        figure.savefig(path, dpi=130)
+        return figure
 
 
-def _draw_one(left: Axes, right: Axes, label: str, one: dict, look: dict[str, str]) -> None:
+def _draw_one(left: Axes, right: Axes, label: str, one: dict, look: dict[str, Any]) -> None:
     full, accuracy = one["full"], one["accuracy"]
     left.plot(range(1, len(accuracy[0]) + 1), accuracy[full - 1], label=label, **look)
     means = [sum(of_depth) / len(of_depth) for of_depth in accuracy]
     if len(means) == 1:
-        right.axhline(means[0], color=look["color"], linestyle="--")
+        right.axhline(means[0], color=look["color"], linestyle=look["linestyle"])
         return
     right.plot(range(1, len(means) + 1), means, **look)
     right.plot([full], [means[full - 1]], "o", color=look["color"], markersize=13, fillstyle="none")

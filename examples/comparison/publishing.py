@@ -1,8 +1,12 @@
-"""Writes what came out: the tables as Markdown, everything as JSON, the plots, and each cell's own result."""
+"""Writes what came out: the tables as Markdown, everything as JSON, the plots, and each cell's own result.
+
+All is made before any is written: where something cannot be made, what was published before stays as it is.
+"""
 
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from journal import read_journal
 from comparison import tables
 from comparison.collecting import Table, collect
 from comparison.files import read_json
-from comparison.parts import Comparison
+from comparison.parts import Comparison, Run
 from comparison.planning import known_runs, read_result
 from comparison.text import TOLD
 
@@ -21,35 +25,49 @@ def publish(comparison: Comparison, out: Path, folder: Path) -> str:
     """Writes to `folder`, however little is done yet; returns the tables."""
     from comparison.figures import draw
 
-    folder.mkdir(parents=True, exist_ok=True)
-    num_cells, hours = copy_cells(comparison, out, folder / "cells")
-    table = collect(comparison, out)
-    text = _report(comparison, out, table, num_cells, hours)
-    (folder / "tables.md").write_text(text)
-    (folder / "results.json").write_text(json.dumps(_as_json(comparison, table), indent=1) + "\n")
-    draw(comparison, table, folder)
+    cells, table = cell_files(comparison, out), collect(comparison, out)
+    text = _report(comparison, out, table, len(cells))
+    told = json.dumps(_as_json(comparison, table), indent=1) + "\n"
+    write(folder, {"tables.md": text, "results.json": told, **cells, **draw(comparison, table)})
     return text
 
 
-def copy_cells(comparison: Comparison, out: Path, folder: Path) -> tuple[int, float]:
-    """Writes the results of each run as one file; returns how many there are, and the core-hours of all steps."""
-    folder.mkdir(parents=True, exist_ok=True)
-    number, seconds = 0, 0.0
-    for name, run in {run.name: run for run in known_runs(comparison, out)}.items():
-        results = [read_result(comparison, out, run, budget) for budget in comparison.protocol.budgets]
-        done = [result for result in results if result is not None]
-        records = [record for path in (out / name).glob("*/log.jsonl") for record in read_journal(path)]
-        seconds += sum(record["seconds"] for record in records)
-        if done:
-            number += 1
-            first = [round(loss, 5) for loss in done[0].pop("first_losses", [])]
-            budgets = [{key: value for key, value in result.items() if key != "first_losses"} for result in done]
-            written = {"run": run._asdict(), "budgets": budgets, "first_losses": first}
-            (folder / f"{name}.json").write_text(json.dumps(written) + "\n")
-    return number, seconds / 3600
+def write(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    """Puts files there by their names.
+
+    Raises:
+        ValueError: if no folder can be made there.
+    """
+    try:
+        (folder / "cells").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"publish is {folder}, but no folder can be made there ({error}).") from None
+    for name, content in files.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _report(comparison: Comparison, out: Path, table: Table, num_cells: int, hours: float) -> str:
+def cell_files(comparison: Comparison, out: Path) -> dict[str, str]:
+    """The results of each run that has any as one file, by its name."""
+    found = {run.name: _cell(comparison, out, run) for run in known_runs(comparison, out)}
+    return {f"cells/{name}.json": json.dumps(cell) + "\n" for name, cell in found.items() if cell["budgets"]}
+
+
+def _cell(comparison: Comparison, out: Path, run: Run) -> dict[str, Any]:
+    results = [read_result(comparison, out, run, budget) for budget in comparison.protocol.budgets]
+    done = [result for result in results if result is not None]
+    first = done[0].get("first_losses", []) if done else []
+    budgets = [{key: value for key, value in result.items() if key != "first_losses"} for result in done]
+    return {"run": run._asdict(), "budgets": budgets, "first_losses": [round(loss, 5) for loss in first]}
+
+
+def _hours(comparison: Comparison, out: Path) -> float:
+    """What all steps took of one core."""
+    names = {run.name for run in known_runs(comparison, out)}
+    logs = [log for name in names for log in (out / name).glob("*/log.jsonl")]
+    return sum(record["seconds"] for log in logs for record in read_journal(log)) / 3600
+
+
+def _report(comparison: Comparison, out: Path, table: Table, num_cells: int) -> str:
     parts = {
         "Methods": tables.methods_table(comparison, table),
         "Headroom": tables.headroom_table(comparison, table),
@@ -59,7 +77,7 @@ def _report(comparison: Comparison, out: Path, table: Table, num_cells: int, hou
         "By exit": tables.exits_table(comparison, table),
         "Learning rates": tables.trials_table(comparison, table),
     }
-    ran = f"{num_cells} runs, {hours:.1f} core-hours of steps. {_machine()}"
+    ran = f"{num_cells} runs, {_hours(comparison, out):.1f} core-hours of steps. {_machine()}"
     head = [*_text(out), ran]
     return "\n\n".join([" ".join(head), *(f"## {title}\n\n{part.strip()}" for title, part in parts.items())]) + "\n"
 

@@ -38,7 +38,7 @@ def baseline_table(comparison: Comparison, table: Table) -> str:
             continue
         less = [in_words(table.difference(row.name, baseline, number)) for number in range(len(budgets))]
         shares = [_recovered(comparison, table, row, number) for number in range(len(budgets))]
-        lines.append([row.label, *less, _at_equal_flops(row, table.rows[baseline]), *shares])
+        lines.append([row.label, *less, _at_equal_flops(comparison, row, table.rows[baseline]), *shares])
     return _markdown(head, lines)
 
 
@@ -50,8 +50,8 @@ def depth_table(comparison: Comparison, table: Table) -> str:
 
 
 def exits_table(comparison: Comparison, table: Table) -> str:
-    """The loss after each step at the longest budget done, mean over seeds."""
-    loops = _loops(table)
+    """The loss after each step at the longest budget done, mean over seeds; the longest first."""
+    loops = sorted(_loops(table), key=lambda row: row.longest[0]["tokens"], reverse=True)
     most = max((len(row.longest[0]["measured"]["exits"]) for row in loops), default=0)
     lines = []
     for row in loops:
@@ -135,8 +135,8 @@ def _recovered(comparison: Comparison, table: Table, row: Row, number: int) -> s
     if not all(groups):
         return OPEN
     floor, base, mine = map(statistics.mean, statistics.shared(*groups))
-    share = (floor - mine) / (floor - base)
-    return f"{share:.0%}" + left_out(table.diverged(number, row.name, comparison.floor, comparison.baseline))
+    share = f"{(floor - mine) / (floor - base):.0%}" if floor != base else "no headroom"
+    return share + left_out(table.diverged(number, row.name, comparison.floor, comparison.baseline))
 
 
 def _losses(row: Row, number: int) -> str:
@@ -149,11 +149,14 @@ def _losses(row: Row, number: int) -> str:
     return f"{OPEN} (0 of {row.num_seeds}{also})" if lost else OPEN
 
 
-def _at_equal_flops(row: Row, base: Row) -> str:
-    """The loss less that of the baseline trained for as many FLOPs."""
+def _at_equal_flops(comparison: Comparison, row: Row, base: Row) -> str:
+    """The loss less that of the baseline trained for as many FLOPs, and the budget that it is of."""
     of_base = statistics.at_equal_flops(base.budgets, statistics.mean(row.longest, _spent))
+    if of_base is None and not all(base.budgets):
+        return OPEN
     less = "outside" if of_base is None else f"{statistics.mean(row.longest) - of_base:+.4f}"
-    return less + left_out(row.lost + sum(base.diverged))
+    last = max(number for number, group in enumerate(row.budgets) if group)
+    return f"{less} ({_budgets(comparison)[last].removesuffix(' tokens')})" + left_out(row.lost + sum(base.diverged))
 
 
 def _forward(result: statistics.Result) -> float:
