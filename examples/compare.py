@@ -75,8 +75,16 @@ def require_sensible(arguments: Arguments) -> None:
         raise ValueError(f"tolerance is {arguments.tolerance}, but must be a number of nats of at least 0.")
     if arguments.text is not None and not arguments.text.exists():
         raise ValueError(f"text is {arguments.text}, but there is no such file or folder.")
-    if arguments.out.exists() and not arguments.out.is_dir():
-        raise ValueError(f"out is {arguments.out}, but that is a file; it must be a folder.")
+    _require_folder("out", arguments.out)
+    if arguments.publish is not None:
+        _require_folder("publish", arguments.publish)
+
+
+def _require_folder(name: str, path: Path) -> None:
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not place.is_dir():
+        where = "that" if place == path else f"{place}"
+        raise ValueError(f"{name} is {path}, but {where} is a file; it must be a folder, or where one can be made.")
 
 
 def load(arguments: Arguments) -> Comparison:
@@ -100,6 +108,8 @@ def main(arguments: Arguments) -> int:
     os.nice(arguments.nice)
     torch.set_num_threads(1)
     comparison = load(arguments)
+    if arguments.publish is None and not arguments.status:
+        make_out(arguments.out)
     if arguments.verify is not None:
         return verify(comparison, arguments.verify, arguments.out, tolerance=arguments.tolerance, say=_say)
     if arguments.only is not None:
@@ -114,6 +124,18 @@ def main(arguments: Arguments) -> int:
         print(progress(comparison, arguments.out, arguments.jobs))
         return 0
     return train_missing(comparison, arguments)
+
+
+def make_out(out: Path) -> None:
+    """Makes the folder of the runs.
+
+    Raises:
+        ValueError: if none can be made there.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out is {out}, but no folder can be made there ({error}).") from None
 
 
 def train_only(comparison: Comparison, arguments: Arguments, name: str) -> int:

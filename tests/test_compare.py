@@ -1061,7 +1061,11 @@ REFUSED = [
     ({"tolerance": math.nan}, "tolerance is nan"),
     ({"tolerance": -1.0}, "tolerance is -1"),
     ({"text": Path("no/such/folder"), "status": True}, "text is no/such/folder"),
-    ({"out": Path(__file__), "status": True}, "out is .*that is a file"),
+    ({"out": Path(__file__), "status": True}, "out is .*that is a file; it must be a folder"),
+    ({"out": Path(__file__) / "runs"}, "out is .*runs, but .*test_compare.py is a file; it must be a folder"),
+    ({"out": Path("/proc/x")}, "out is /proc/x, but no folder can be made there"),
+    ({"publish": Path(__file__)}, "publish is .*that is a file; it must be a folder"),
+    ({"publish": Path(__file__) / "a" / "b"}, "publish is .*test_compare.py is a file; it must be a folder"),
     ({"only": "grt"}, "only is grt, but the runs that can be begun are grt-lr0.001-seed0, grt-lr0.002-seed0, "),
     ({"publish": Path("here")}, "out is nowhere, but no run has a result"),
     ({"cells": "no/such/cells.py"}, "cells is no/such/cells.py, but there is no such file"),
@@ -1074,6 +1078,12 @@ REFUSED = [
 def test_what_cannot_be_meant_is_refused(given, told):
     with pytest.raises(ValueError, match=told):
         compare.main(arguments(**given))
+
+
+def test_a_folder_that_cannot_be_made_is_told_by_its_argument(finished):
+    comparison, folder = finished
+    with pytest.raises(ValueError, match="publish is /proc/x, but no folder can be made there"):
+        comparison.publish(comparison, folder, Path("/proc/x"))
 
 
 @pytest.mark.parametrize("as_path", [False, True])
