@@ -864,6 +864,27 @@ def test_a_published_cell_is_verified_and_a_changed_one_is_not(finished, tmp_pat
         verify(comparison, path, folder, tolerance=1e-4, say=said.append)
 
 
+def test_a_published_cell_of_another_method_is_told_to_be(finished, tmp_path):
+    comparison, folder = finished
+    comparison.publish(comparison, folder, tmp_path)
+    name = f"grt-lr{best_rate(comparison, folder, 'grt'):g}-seed1"
+    edited = GRT_METHOD._replace(build=partial(rd.grt, GATED, update=partial(rd.gated, bias=-4.0)))
+    changed = comparison._replace(methods={**comparison.methods, "grt": edited})
+    said, path = [], tmp_path / "cells" / f"{name}.json"
+    assert verify(changed, path, folder, tolerance=1e-4, say=said.append) == 1
+    assert re.match(rf"{name}: .*another method .*: method\.build is grt\(.* there and .*bias=-4\.0\)\) here", said[0])
+    assert "more than" in said[1]
+    cell = json.loads(path.read_text())
+    cell["budgets"][0]["config"]["method"]["settings"] = "of another version"
+    path.write_text(json.dumps(cell))
+    assert verify(comparison, path, folder, tolerance=1e-4, say=said.append) == 0
+    assert "method.settings is of another version there" in said[2]
+    cell["budgets"][0]["config"].pop("method")  # as of what was trained before methods were described
+    path.write_text(json.dumps(cell))
+    assert verify(comparison, path, folder, tolerance=1e-4, say=said.append) == 0
+    assert len(said) == 5
+
+
 def without(*names: str):
     return lambda cell: {key: value for key, value in cell.items() if key not in names}
 

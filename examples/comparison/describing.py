@@ -53,14 +53,19 @@ def require_same(where: Path, found: Mapping[str, Any], expected: Mapping[str, A
     Raises:
         ValueError: naming what differs, and what to do.
     """
-    stored, ours = (_flat({name: side[name] for name in names if name in side}) for side in (found, expected))
-    different = [name for name in ours if name in stored and stored[name] != ours[name]]
-    if different:
-        told = ", ".join(f"{name} is {stored[name]} there and {ours[name]} here" for name in different)
+    told = differences(found, expected, *names)
+    if told:
         raise ValueError(
             f"{where} is of another run than the cells describe: {told}. "
             "Give another --out, or delete that run's folder to train it anew."
         )
+
+
+def differences(found: Mapping[str, Any], expected: Mapping[str, Any], *names: str) -> str:
+    """In words, how these settings differ and those inside of them, where both sides have them; empty if nowhere."""
+    stored, ours = (_flat({name: side[name] for name in names if name in side}) for side in (found, expected))
+    different = [name for name in ours if name in stored and stored[name] != ours[name]]
+    return ", ".join(f"{name} is {stored[name]} there and {ours[name]} here" for name in different)
 
 
 def described(value: object) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from comparison.describing import differences
 from comparison.parts import Comparison, Run
 from comparison.running import FIRST_STEPS, DivergedError, Running, Stage
 
@@ -14,9 +15,12 @@ from comparison.running import FIRST_STEPS, DivergedError, Running, Stage
 def verify(comparison: Comparison, published: Path, out: Path, *, tolerance: float, say: Callable[[str], None]) -> int:
     """The exit code: 0 if every loss is within `tolerance` nats of the published one.
 
+    A method that is described in other words than here is told, and trained all the same: with another version of the
+    library its parts may be called otherwise, and on another processor its weights differ in their last bits.
+
     Raises:
-        ValueError: if the cell cannot be read, is of other settings, another method or other text than here, or
-            training diverges here.
+        ValueError: if the cell cannot be read, is of other settings, of no method of these cells or of other text than
+            here, or training diverges here.
     """
     cell = _read(published)
     run, expected = _run(comparison, published, cell), cell["first_losses"]
@@ -25,7 +29,11 @@ def verify(comparison: Comparison, published: Path, out: Path, *, tolerance: flo
         (Path(folder) / "text").symlink_to((out / "text").resolve())
         comparison.data.open(out / "text")
         running = Running(comparison, run, Path(folder))
-        _require_same(cell["budgets"][0]["config"], running.config)
+        config = cell["budgets"][0]["config"]
+        _require_same(config, running.config)
+        other = differences(config, running.config, "method")
+        if other:
+            say(f"{run.name}: the published cell is of another method than the cells describe: {other}.")
         trunk, _ = running.stages(comparison.protocol.budgets[0])
         try:
             running.advance(Stage(trunk.folder, 0, len(expected), trunk.factor), watch=found.append)
@@ -90,8 +98,7 @@ def _are_numbers(values: object) -> bool:
 
 
 def _require_same(found: dict, expected: dict) -> None:
-    # How its modules print, and what its parts are called, may change with the library; whether they compute the same,
-    # the losses tell.
+    # How its modules print may change with the library; whether they compute the same, the losses tell.
     names = [name for name in expected if name not in ("built", "method")]
     different = [name for name in names if found.get(name) != json.loads(json.dumps(expected[name]))]
     if different:
