@@ -1,5 +1,8 @@
 """What the loop tells: the call to updates, the caller's arguments to blocks; and what it refuses of either."""
 
+from functools import partial
+
+import jaxtyping
 import pytest
 import torch
 from battery import blocks_of, lively, tiny
@@ -167,6 +170,38 @@ def test_an_update_that_returns_another_shape_or_dtype_or_no_state_is_refused():
             rd.RecurrentCore([Mixing()], update())(torch.randn(1, 3, 8), 2)
     with pytest.raises(Exception, match=r"Forgets must return a DepthState|return"):
         rd.RecurrentCore([Mixing()], Forgets())(torch.randn(1, 3, 8), 2)
+
+
+def test_what_an_update_begins_with_reads_and_costs_is_of_the_kind_that_is_wanted(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
+
+    class Bare(Recorded):
+        def begin(self, anchor, call):
+            return anchor
+
+    class Whole(Recorded):
+        def read(self, state):
+            return state
+
+    class Free(Recorded):
+        def cost(self, num_steps):
+            return 0
+
+    bare = r"begin of Bare must return a DepthState, got Tensor: rd.initial_state\(h, context, carry\) makes one"
+    whole = r"read of Whole must return a tensor .* for \(2, 7\) tokens, such as state.h; got DepthState"
+    free = r"cost of Free must return an rd.UpdateCost, got int: .*UpdateCost\(\) where it spends nothing"
+    makes = (lambda update: lambda dim: update(), lambda update: partial(rd.halted, inner=lambda dim: update()))
+    for make in makes:
+        with pytest.raises(ValueError, match=bare):
+            tiny(update=make(Bare))(X)
+        with pytest.raises(ValueError, match=free):
+            rd.accounting.flops(tiny(update=make(Free)))
+    model = tiny(update=makes[0](Whole))
+    for call in (model, rd.WithObjective(model), partial(rd.generate, max_new_tokens=2)):
+        with pytest.raises(ValueError, match=whole):
+            call(*([model, X] if isinstance(call, partial) else [X]))
+    with pytest.raises(ValueError, match=r"read of Whole must .* for \(1, 3\) tokens"):
+        rd.RecurrentCore([Mixing()], Whole())(torch.randn(1, 3, 8), 2)
 
 
 def test_a_user_s_part_keeps_the_start_that_it_gives_itself():

@@ -9,7 +9,7 @@ from recurrent_depth.depth import require_instance
 from recurrent_depth.halting import HaltingUpdate
 from recurrent_depth.routing import RoutedUpdate
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.update import DepthState, DepthUpdate
+from recurrent_depth.update import DepthState, DepthUpdate, begun_by, cost_of
 
 
 class BehindLoop(DepthUpdate):
@@ -33,7 +33,7 @@ class BehindLoop(DepthUpdate):
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The inner update's."""
-        return self.inner.begin(anchor, call)
+        return begun_by(self.inner, anchor, call)
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """The inner update's step."""
@@ -45,7 +45,7 @@ class BehindLoop(DepthUpdate):
 
     def cost(self, num_steps: int) -> UpdateCost:
         """The inner update's, and the module's linear layers once."""
-        cost = self.inner.cost(num_steps)
+        cost = cost_of(self.inner, num_steps)
         return cost._replace(begin=cost.begin + linear_cost(self.module).linear)
 
 
@@ -76,7 +76,7 @@ class NormEachStep(DepthUpdate):
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The inner update's, not normed."""
-        return self.inner.begin(anchor, call)
+        return begun_by(self.inner, anchor, call)
 
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """The inner update's step, then the norm."""
@@ -89,7 +89,7 @@ class NormEachStep(DepthUpdate):
 
     def cost(self, num_steps: int) -> UpdateCost:
         """The inner update's: norms are not counted."""
-        return self.inner.cost(num_steps)
+        return cost_of(self.inner, num_steps)
 
 
 def _check_all_step(inner: DepthUpdate) -> None:

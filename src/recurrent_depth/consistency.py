@@ -78,7 +78,7 @@ class WithConsistency(nn.Module):
         model, said = self.model, Notes()
         begun = model.begin(tokens, num_steps, mask=mask)
         (last,) = deque(model.core.steps(begun.state, begun.depth, begun.at, begun.views), maxlen=1)
-        x = model.finish(model.core.update.read(last), begun.at._replace(notes=said))
+        x = model.finish(model.core.read(last), begun.at._replace(notes=said))
 
         def loss_of(x: Tensor) -> Tensor:
             return next_token_loss(model.head(x, model.embed.token.weight), tokens, mask)

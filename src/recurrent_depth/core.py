@@ -19,7 +19,7 @@ from recurrent_depth.contracts import At, Call, KeyValues, Notes
 from recurrent_depth.depth import Depth, as_depth
 from recurrent_depth.rows import RowOrder, SomeRows, map_changing, map_rows, map_rows_of_at, merge
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.update import DepthState, DepthUpdate, add_losses
+from recurrent_depth.update import DepthState, DepthUpdate, add_losses, begun_by, read_by
 
 CoreViews = Callable[..., Sequence[KeyValues]]
 """Gives each step its view of a cache, one per block; see `ModelKeyValues.core`."""
@@ -92,7 +92,7 @@ class RecurrentCore(nn.Module):
         at = At(positions, mask, valid, extra=extra or {})
         states = self.states(x, depth, call, at, kv)
         (last,) = deque(states if watch is None else _watched(states, watch), maxlen=1)
-        return self.update.read(last)
+        return self.read(last)
 
     def states(
         self,
@@ -112,12 +112,16 @@ class RecurrentCore(nn.Module):
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The state before the first step."""
-        state = self.update.begin(anchor, call)
+        state = begun_by(self.update, anchor, call)
         if call.start is not None:
             check_like("start", call.start, anchor)
             state = state._replace(h=call.start)
         # A first state that is the anchor itself, which the context may hold too, would cost the compiler a graph more.
         return state._replace(h=state.h.clone())
+
+    def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
+        """What the update reads of the state after the last step: the input of what stands behind the loop."""
+        return read_by(self.update, state)
 
     def steps(
         self, state: DepthState, depth: Depth, at: At, kv: CoreViews | None = None, *, first: int = 0

@@ -107,9 +107,9 @@ def logits_until(
     begun = model.begin(tokens, most, **opened.where(), kv=kv)
 
     def readout(state: DepthState, at: At, rows: Tensor) -> Tensor:
-        return model.readout(model.core.update.read(state), at, rows_of_model(kv, rows))
+        return model.readout(model.core.read(state), at, rows_of_model(kv, rows))
 
     state, depths = leave_early(model.core, begun.state, begun.at, kv.core, num_steps=most, rule=rule, readout=readout)
-    logits = model.readout(model.core.update.read(state), begun.at, kv)
+    logits = model.readout(model.core.read(state), begun.at, kv)
     settle(opened.turn)
     return Left(logits[:, -1], depths)

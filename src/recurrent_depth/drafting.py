@@ -104,7 +104,7 @@ class Speculator(NamedTuple):
         return Place(state, begun.at, kv)
 
     def _read(self, place: Place) -> Float[Tensor, "row input vocab"]:
-        return self.model.readout(self.model.core.update.read(place.state), place.at, place.kv)
+        return self.model.readout(self.model.core.read(place.state), place.at, place.kv)
 
     def _chances(self, logits: Float[Tensor, "row vocab"], rows: Rows) -> Float[Tensor, "row vocab"]:
         check_logits(logits, rows.numbers)

@@ -14,7 +14,7 @@ from recurrent_depth.injection import Injection
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.trees import map_tensors
-from recurrent_depth.update import DepthState, DepthUpdate, add_losses, initial_state
+from recurrent_depth.update import DepthState, DepthUpdate, add_losses, begun_by, cost_of, initial_state
 
 
 class HaltingContext(NamedTuple):
@@ -107,7 +107,7 @@ class HaltingUpdate(DepthUpdate):
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """That of the update within, with nothing mixed and all of the mass to come."""
-        inner = self.inner.begin(anchor, call)
+        inner = begun_by(self.inner, anchor, call)
         context = HaltingContext(inner.context, self.sees.begin(anchor, call), _share(inner.write, call))
         mixture = torch.zeros_like(at_least_float32(inner.h))
         # The first weight is zero, but made of the state: its gradient is zero too, and a compiled step finds at once
@@ -144,7 +144,7 @@ class HaltingUpdate(DepthUpdate):
 
     def cost(self, num_steps: int) -> UpdateCost:
         """That of the update within, and of what the unit sees: every token is computed at every step."""
-        cost, sees = self.inner.cost(num_steps), self.sees.cost()
+        cost, sees = cost_of(self.inner, num_steps), self.sees.cost()
         return cost._replace(begin=cost.begin + sees.begin, step=cost.step + sees.step)
 
 

@@ -111,7 +111,7 @@ class RecurrentTransformer(nn.Module):
             require_whole("logits_to_keep", logits_to_keep, at_least=1)
         begun = self.begin(tokens, num_steps, mask=mask, positions=positions, start=start, kv=kv)
         (last,) = deque(self.core.steps(begun.state, begun.depth, begun.at, begun.views), maxlen=1)
-        return self.readout(self.core.update.read(last), begun.at, kv, logits_to_keep=logits_to_keep)
+        return self.readout(self.core.read(last), begun.at, kv, logits_to_keep=logits_to_keep)
 
     def trajectory(
         self,
@@ -160,7 +160,7 @@ class RecurrentTransformer(nn.Module):
 
     def _output(self, at: At, kv: ModelKeyValues | None, before: dict, said: Notes, state: DepthState) -> Tensor:
         coda = Notes()
-        logits = self.readout(self.core.update.read(state), at._replace(notes=coda), kv)
+        logits = self.readout(self.core.read(state), at._replace(notes=coda), kv)
         said.losses = add_losses(before, coda.losses)
         return logits
 

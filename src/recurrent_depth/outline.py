@@ -1,12 +1,14 @@
 """What the costs of a model follow from, read off a model or put together for a layout that nobody has built."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from recurrent_depth.blocks import linear_cost
 from recurrent_depth.contracts import BlockCost, UpdateCost
 from recurrent_depth.depth import Layout, require_whole
 from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.update import cost_of
 
 
 class Outline(NamedTuple):
@@ -68,7 +70,7 @@ def outline(model: RecurrentTransformer | Outline) -> Outline:
         prelude=prelude._replace(linear=prelude.linear + linear_cost(model.embed).linear),
         core=model.core.stack.cost(),
         coda=model.coda.cost(),
-        update=model.core.update.cost,
+        update=partial(cost_of, model.core.update),
         head=model.head.cost(token),
         vocab_size=token.shape[0],
         num_parameters=sum(p.numel() for p in parameters.values()),

@@ -14,7 +14,7 @@ from recurrent_depth.pick import Pick
 from recurrent_depth.router import Router, RouterState, Routing
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.trees import map_tensors
-from recurrent_depth.update import DepthState, DepthUpdate, add_losses
+from recurrent_depth.update import DepthState, DepthUpdate, add_losses, begun_by, cost_of
 
 
 class Combination(nn.Module, abc.ABC):
@@ -96,7 +96,7 @@ class RoutedUpdate(DepthUpdate):
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The start of the wrapped update, and what the router makes of it."""
-        state = self.inner.begin(anchor, call)
+        state = begun_by(self.inner, anchor, call)
         router = self.router.begin(state.h if call.start is None else call.start, call)
         losses = add_losses(state.losses, router.losses)
         context, carry = Routed(state.context, router.context), Routed(state.carry, router.carry)
@@ -129,7 +129,7 @@ class RoutedUpdate(DepthUpdate):
 
         Of a router within this one, those are the tokens that it picks itself.
         """
-        inner, router = self.inner.cost(num_steps), self.router.cost(num_steps)
+        inner, router = cost_of(self.inner, num_steps), self.router.cost(num_steps)
         all_tokens = (1.0,) * num_steps
         shares = tuple(a * b for a, b in zip(inner.shares or all_tokens, router.shares or all_tokens, strict=True))
         counts = tuple(map(_one_after_the_other, router.takers(num_steps), inner.takers(num_steps)))

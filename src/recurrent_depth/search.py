@@ -1,7 +1,7 @@
 """The layouts that cost what a dense model costs: isoFLOPS and isoPARAMS."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import count, takewhile
 from typing import NamedTuple
 
@@ -9,11 +9,12 @@ import torch
 from beartype import beartype
 
 from recurrent_depth.accounting import EXECUTED, Counting, Outline, flops, outline
-from recurrent_depth.builders import UpdateFactory, gated
+from recurrent_depth.builders import UpdateFactory, gated, made
 from recurrent_depth.contracts import BlockCost, UpdateCost
 from recurrent_depth.depth import Layout, require_whole
 from recurrent_depth.layout_costs import LayoutCosts
 from recurrent_depth.model import RecurrentTransformer
+from recurrent_depth.update import DepthUpdate, cost_of
 
 Match = Callable[[Outline], int | float]
 """What is to be equal: `accounting.flops`, `executed_blocks`, `num_parameters`, or a `functools.partial` of one."""
@@ -100,7 +101,7 @@ class _Frame(NamedTuple):
 
 def _frame(dense: RecurrentTransformer, factory: UpdateFactory) -> _Frame:
     with torch.device("meta"):
-        update = factory(dense.embed.dim)
+        update = made("update", DepthUpdate, factory, dense.embed.dim)
     of, stored = outline(dense), dense.layout.stored
     blocks = of.prelude.plus(of.core).plus(of.coda)
     in_blocks = sum(p.numel() for stack in (dense.prelude, dense.core, dense.coda) for p in stack.parameters())
@@ -108,7 +109,7 @@ def _frame(dense: RecurrentTransformer, factory: UpdateFactory) -> _Frame:
         dense=of,
         block=BlockCost(blocks.linear // stored, blocks.per_key // stored, blocks.cached // stored, blocks.live),
         block_parameters=in_blocks // stored,
-        update=update.cost,
+        update=partial(cost_of, update),
         other_parameters=of.num_parameters - in_blocks + sum(p.numel() for p in update.parameters()),
     )
 

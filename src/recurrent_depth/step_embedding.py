@@ -8,7 +8,7 @@ from recurrent_depth.contracts import Call, Tree, UpdateCost
 from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.norms import RMSNorm
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.update import DepthState, DepthUpdate
+from recurrent_depth.update import DepthState, DepthUpdate, begun_by, cost_of
 
 
 class StepEmbedding(nn.Module):
@@ -82,7 +82,7 @@ class AddStepEmbedding(DepthUpdate):
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The inner update's start, and the embeddings of all steps."""
         self._check(call.num_steps)
-        state = self.inner.begin(anchor, call)
+        state = begun_by(self.inner, anchor, call)
         return state._replace(context=(state.context, self.embedding(call)))
 
     def _check(self, num_steps: int) -> None:
@@ -114,6 +114,6 @@ class AddStepEmbedding(DepthUpdate):
             ValueError: for more steps than there are embeddings.
         """
         self._check(num_steps)
-        cost = self.inner.cost(num_steps)
+        cost = cost_of(self.inner, num_steps)
         both = 2 * (self.narrow.weight.numel() + self.widen.weight.numel())
         return cost._replace(begin=cost.begin + self.embedding.cost(), step=cost.step + both)

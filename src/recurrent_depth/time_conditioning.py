@@ -9,7 +9,7 @@ from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.update import DepthState, DepthUpdate
+from recurrent_depth.update import DepthState, DepthUpdate, begun_by, cost_of
 
 
 class TimeEmbedding(nn.Module):
@@ -94,7 +94,7 @@ class TimeConditionedUpdate(DepthUpdate):
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """That of the update within, and the times."""
-        state = self.inner.begin(anchor, call)
+        state = begun_by(self.inner, anchor, call)
         times = self.times(call.num_steps)
         # As long for every depth, so that one compiled step serves all.
         times += (1.0,) * (self.times.finest + 1 - len(times))
@@ -115,4 +115,4 @@ class TimeConditionedUpdate(DepthUpdate):
 
     def cost(self, num_steps: int) -> UpdateCost:
         """That of the update within."""
-        return self.inner.cost(num_steps)
+        return cost_of(self.inner, num_steps)

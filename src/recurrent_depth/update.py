@@ -84,6 +84,53 @@ class DepthUpdate(nn.Module, abc.ABC):
         """What the update spends beside the blocks in a forward of so many steps."""
 
 
+def begun_by(update: DepthUpdate, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
+    """The state that an update begins with.
+
+    Raises:
+        ValueError: if it gives something else, such as a bare tensor.
+    """
+    state = update.begin(anchor, call)
+    if not isinstance(state, DepthState):
+        name, got = type(update).__name__, type(state).__name__
+        raise ValueError(
+            f"begin of {name} must return a DepthState, got {got}: rd.initial_state(h, context, carry) makes one."
+        )
+    return state
+
+
+def read_by(update: DepthUpdate, state: DepthState) -> Float[Tensor, "batch token dim"]:
+    """What an update reads of the last state.
+
+    Raises:
+        ValueError: if it gives something else than a tensor of as many tokens, such as the state itself.
+    """
+    read = update.read(state)
+    if not isinstance(read, Tensor) or read.shape[:2] != state.h.shape[:2]:
+        got = f"a tensor of shape {tuple(read.shape)}" if isinstance(read, Tensor) else type(read).__name__
+        raise ValueError(
+            f"read of {type(update).__name__} must return a tensor (batch, token, dim) for {tuple(state.h.shape[:2])} "
+            f"tokens, such as state.h; got {got}."
+        )
+    return read
+
+
+def cost_of(update: DepthUpdate, num_steps: int) -> UpdateCost:
+    """What an update says that it spends.
+
+    Raises:
+        ValueError: if it gives something else, such as a number.
+    """
+    cost = update.cost(num_steps)
+    if not isinstance(cost, UpdateCost):
+        name, got = type(update).__name__, type(cost).__name__
+        raise ValueError(
+            f"cost of {name} must return an rd.UpdateCost, got {got}: UpdateCost(begin=, step=) in FLOPs per token, or "
+            "UpdateCost() where it spends nothing beside the blocks."
+        )
+    return cost
+
+
 class ReplaceState(DepthUpdate):
     """`h <- blocks(inject(h))`: each step's result replaces the state.
 

@@ -1,6 +1,7 @@
 """What accounting knows of a grafted model: its layers, read off the host."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from beartype import beartype
@@ -13,6 +14,7 @@ from recurrent_depth.hf.grafting import is_graft
 from recurrent_depth.hf.host_layers import text_config
 from recurrent_depth.hf.slots import Passage, Slot
 from recurrent_depth.outline import Outline
+from recurrent_depth.update import cost_of
 
 
 @beartype
@@ -43,7 +45,7 @@ def graft_outline(model: nn.Module) -> Outline:
         prelude=_cost(prelude, attention),
         core=_cost(core, attention).plus(_corrections(recurrence.core.stack)),
         coda=_cost(coda, attention),
-        update=recurrence.core.update.cost,
+        update=partial(cost_of, recurrence.core.update),
         head=2 * head.numel(),
         vocab_size=table.shape[0],
         num_parameters=sum(parameters.values()),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.update import DepthState, DepthUpdate, initial_state
+from recurrent_depth.update import DepthState, DepthUpdate, begun_by, cost_of, initial_state
 
 
 class HostFirst(DepthUpdate):
@@ -27,7 +27,7 @@ class HostFirst(DepthUpdate):
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """What the inner update makes of the anchor; with a single step nothing, since it takes none."""
         if call.num_steps > 1:
-            return self.inner.begin(anchor, call)._replace(h=anchor)
+            return begun_by(self.inner, anchor, call)._replace(h=anchor)
         learning = torch.is_grad_enabled()
         h = _Touch.apply(anchor, *self.inner.parameters()) if learning else anchor
         return initial_state(h, carry=_Alone())
@@ -49,7 +49,7 @@ class HostFirst(DepthUpdate):
 
     def cost(self, num_steps: int) -> UpdateCost:
         """The inner update's, at all steps but the first."""
-        cost = self.inner.cost(num_steps)
+        cost = cost_of(self.inner, num_steps)
         return cost._replace(begin=cost.begin * (num_steps > 1), step=cost.step * (num_steps - 1) // num_steps)
 
 

@@ -24,6 +24,7 @@ from recurrent_depth.hf.passing import hidden_states, recorded, run
 from recurrent_depth.hf.pretrained import RecurrentDepthPreTrainedModel, mark_started
 from recurrent_depth.hf.versions import CACHE
 from recurrent_depth.objective import IGNORED
+from recurrent_depth.update import cost_of
 
 logger = logging.get_logger(__name__)
 
@@ -47,7 +48,7 @@ class RecurrentDepthModel(RecurrentDepthPreTrainedModel):
         super().__init__(config)
         self.transformer, self.kv = config.build(), policy_of(config.kv)
         self.num_steps: int | rd.Depth = self.transformer.num_steps
-        self.is_routed = self.transformer.core.update.cost(self.num_steps).selects
+        self.is_routed = cost_of(self.transformer.core.update, self.num_steps).selects
         host_attention(self.transformer, config)
         mark_started(self)
         self.post_init()

@@ -40,7 +40,7 @@ def run(
     steps = native.core.steps(begun.state, begun.depth, begun.at, begun.views)
     states = tuple(steps) if every_step else tuple(deque(steps, maxlen=1))
     said = rd.Notes()
-    hidden = native.finish(native.core.update.read(states[-1]), begun.at._replace(notes=said), kv)
+    hidden = native.finish(native.core.read(states[-1]), begun.at._replace(notes=said), kv)
     return Passed(hidden, states, add_losses(add_losses(states[-1].losses, begun.notes.losses), said.losses))
 
 

@@ -10,7 +10,7 @@ from recurrent_depth.builders import called, gated
 from recurrent_depth.depth import require_instance
 from recurrent_depth.initialisation import start_weights
 from recurrent_depth.injection import Injection
-from recurrent_depth.update import DepthUpdate
+from recurrent_depth.update import DepthUpdate, cost_of
 
 
 def half_open(factory: Any) -> Any:
@@ -36,7 +36,7 @@ def make_update(factory: Callable[[int], DepthUpdate], dim: int, *, like: nn.Mod
         raise ValueError(f"update must make an update for a width, such as rd.gated; got {said}, which is no function.")
     update = called("update", factory, dim, example="rd.gated or partial(rd.gated, bias=0.0)")
     require_instance("What update makes", update, DepthUpdate)
-    if update.cost(1).selects:
+    if cost_of(update, 1).selects:
         raise ValueError(
             f"{type(update).__name__} picks tokens, but a host's layers cannot run on some tokens alone: their masks, "
             "positions and caches are made for all. Choose an update in which every token takes every step."
