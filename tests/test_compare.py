@@ -989,11 +989,15 @@ def test_every_budget_is_drawn_against_parameters_in_a_colour_of_its_own(tiny, u
 def test_a_difference_of_one_seed_looks_unlike_one_with_an_error(tiny, uneven):
     [axes] = figures.drawn(tiny[0], uneven)["ablations"].axes
     points = [line for line in axes.lines if line.get_marker() == "o"]
-    assert [line.get_fillstyle() for line in points] == ["full", "full", "none"]
-    assert [float(line.get_xdata()[0]) for line in points] == pytest.approx([2.3 - 2.05, 2.25 - 2.05, 1.7 - 1.5])
+    assert [line.get_fillstyle() for line in points] == ["full", "none", "full"]
+    assert [float(line.get_xdata()[0]) for line in points] == pytest.approx([2.3 - 2.05, 1.7 - 1.5, 2.25 - 2.05])
     assert len(axes.containers) == 2  # bars of error
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["blocks, run once", "GRT", "every exit"]
     assert "open: one seed, no error known" in legend(axes)
     assert axes.get_legend().get_bbox_to_anchor().x0 == axes.bbox.x1  # beside the axes, where it covers nothing
+    open_baseline = {**uneven.rows, "dense": uneven.rows["dense"]._replace(budgets=[[], []])}
+    [axes] = figures.drawn(tiny[0], uneven._replace(rows=open_baseline))["ablations"].axes
+    assert len(axes.get_yticks()) == 0  # nothing to compare with
 
 
 def test_tables_say_which_budget_a_number_is_of(tiny, uneven):

@@ -117,18 +117,18 @@ def _mean_exits(group: list[Result]) -> Sequence[float]:
 
 def _differences(comparison: Comparison, table: Table, rows: list[Row], budgets: list[str]) -> Figure:
     figure, [axes] = _figure(rows)
-    rows = [row for row in rows if row.name != comparison.baseline]
-    for number, color in enumerate(_colors(budgets)):
-        below = (number - (len(budgets) - 1) / 2) * 0.5 / len(budgets)
-        for at, row in enumerate(rows):
-            more = table.difference(row.name, comparison.baseline, number)
+    base, numbers = comparison.baseline, range(len(budgets))
+    found = {row.name: [table.difference(row.name, base, n) for n in numbers] for row in rows if row.name != base}
+    shown = {name: each for name, each in found.items() if any(each)}
+    for at, each in enumerate(shown.values()):
+        for number, (color, more) in enumerate(zip(_colors(budgets), each, strict=True)):
             if more is not None:
-                _difference(axes, more, at + below, color)
+                _difference(axes, more, at + (number - (len(budgets) - 1) / 2) * 0.5 / len(budgets), color)
     axes.axvline(0, color="gray")
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
-    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
-    base = comparison.methods[comparison.baseline].label
-    axes.set_xlabel(f"bits per byte more than {base}, at as many tokens; a line that crosses 0 claims nothing")
+    axes.set_yticks(range(len(shown)), [table.rows[name].label for name in shown])
+    axes.set_ylim(max(1, len(shown)) - 0.5, -0.5)
+    label = comparison.methods[base].label
+    axes.set_xlabel(f"bits per byte more than {label}, at as many tokens; a line that crosses 0 claims nothing")
     filled = [_key(budget, color=color, marker="o") for color, budget in zip(_colors(budgets), budgets, strict=True)]
     _legend(axes, [*filled, _key("open: one seed, no error known", color="gray", marker="o", fillstyle="none")])
     return figure
