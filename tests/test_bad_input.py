@@ -189,6 +189,19 @@ def test_a_float_mask_is_refused():
         tiny()(X, mask=torch.zeros(2, 4))
 
 
+@unhooked
+@pytest.mark.parametrize("mask", [torch.full((2, 4), 3), torch.tensor([[1, 1, 1, -1]] * 2)], ids=["3", "-1"])
+def test_a_mask_of_other_integers_than_0_and_1_is_refused(mask):
+    model = tiny().eval()
+    logits = model(X)
+    calls = (partial(model, X), partial(rd.WithObjective(model), X), partial(rd.next_token_loss, logits, X))
+    for call in (*calls, partial(rd.generate, model, X, max_new_tokens=2)):
+        with pytest.raises(ValueError, match="mask must be boolean, or of 1 at real tokens and 0 at padding; got"):
+            call(mask=mask)
+    with pytest.raises(ValueError, match="mask must be boolean or of integers"):
+        calls[-1](mask=torch.ones(2, 4))
+
+
 class Returns(nn.Module):
     def __init__(self, make):
         super().__init__()

@@ -1,9 +1,12 @@
 """What decoding refuses of parts: those of the wrong kind, and a user's own that answer wrongly."""
 
+from functools import partial
+
 import jaxtyping
 import pytest
 import torch
 from battery import lively, tiny
+from user_parts import Recorded
 
 import recurrent_depth as rd
 
@@ -186,3 +189,24 @@ def test_a_model_in_training_mode_drafts_nothing():
 def test_a_prompt_longer_than_the_learned_positions_says_so():
     with pytest.raises(ValueError, match="The prompt has 20 tokens, but the model learned 16 positions"):
         rd.generate(model(), torch.zeros(1, 20, dtype=torch.long), max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "stops, beyond", [([9999, 3, -5], r"\[-5, 9999\]"), ((23,), r"\[23\]"), (range(30, 32), "30, 31")]
+)
+def test_stop_tokens_that_no_model_writes_are_refused(stops, beyond):
+    for call in (rd.generate, rd.stream, partial(rd.speculate, draft_steps=1)):
+        with pytest.raises(ValueError, match=rf"stop_tokens holds .*{beyond}.* must lie in 0 to 22, the vocabulary"):
+            call(model(), X, max_new_tokens=3, stop_tokens=stops)
+
+
+@pytest.mark.parametrize("rule", [rd.GateClosed(0.1), rd.AtLeast(2, rd.GateClosed(0.1))], ids=["gate", "at least"])
+@pytest.mark.parametrize("build", [rd.naive, rd.huginn, rd.ouro, rd.mor], ids=lambda build: build.__name__)
+def test_a_rule_that_reads_the_gate_warns_where_there_is_none(build, rule):
+    with pytest.warns(UserWarning, match=r"this model has no gate.* no token ever leaves early. Take LatentConverged"):
+        rd.generate(tiny(build).eval(), X, max_new_tokens=2, exit=rule)
+
+
+def test_a_rule_that_reads_the_gate_says_nothing_where_there_is_one_or_nobody_knows():
+    for update in (rd.gated, partial(rd.halted, inner=rd.gated), lambda dim: Recorded()):
+        rd.generate(tiny(update=update).eval(), X, max_new_tokens=2, exit=rd.GateClosed(0.1))

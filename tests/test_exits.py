@@ -383,7 +383,23 @@ def test_a_rule_that_waits_has_seen_the_steps_before(num_steps):
 
 
 def test_a_rule_that_waits_keeps_the_quantile():
-    assert AtLeast(2, LearnedExit(DIM, quantile=0.9)).quantile == 0.9
+    rule = LearnedExit(DIM, quantile=0.9)
+    waiting = AtLeast(2, rule)
+    assert waiting.quantile == 0.9
+    rule.quantile = 0.7
+    assert waiting.quantile == 0.7
+    waiting.quantile = 0.4
+    assert rule.quantile == 0.4
+
+
+@pytest.mark.parametrize("make", [partial(LearnedExit, DIM), lambda: AtLeast(2, LearnedExit(DIM)), GateClosed])
+@pytest.mark.parametrize("value", [7, 0, -0.5, True, math.nan, "0.5", None])
+def test_a_quantile_that_is_set_is_checked_as_one_that_is_given(make, value, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
+    rule = make()
+    with pytest.raises(ValueError, match=f"quantile is {value!r}, but must be a finite number above 0 and at most 1"):
+        rule.quantile = value
+    assert rule.quantile == 0.5
 
 
 # The learned exit

@@ -104,6 +104,8 @@ def test_mixture_of_depths_with_every_token_and_weight_one_is_the_plain_loop():
 def test_token_choice_at_full_depth_adds_the_weighted_loop_to_its_start():
     model, x = model_of(ROUTED["mor-token-choice"]), some_tokens()
     router, at = router_of(model), rd.At(torch.arange(9)[None])
+    with pytest.raises((ValueError, TypeCheckError), match="full_depth"):
+        router.full_depth = 3  # not a number of steps
     router.full_depth = True
     start = h = model.prelude(model.embed(x, at.positions), at)
     weight = router.scores(start, 0).softmax(-1)[..., 2:]

@@ -43,11 +43,11 @@ def by_hand(model, rule, x):
 
 
 class Fixed(rd.ExitRule):
-    """The same hazard everywhere."""
+    """The same hazard everywhere; what it could learn changes nothing."""
 
     def __init__(self, value: float):
         super().__init__()
-        self.value = value
+        self.value, self.unused = value, torch.nn.Parameter(torch.zeros(()))
 
     def hazard(self, carry, state, readout, step):
         return carry, torch.full_like(state.write, self.value)
@@ -457,6 +457,13 @@ def exited(model, x, steps):
 # Bad input
 
 
+@pytest.mark.parametrize("objective", [rd.ExpectedExitLoss, rd.ExitGainLoss])
+@pytest.mark.parametrize("rule", [rd.GateClosed(0.1), rd.AtLeast(2, rd.ExitAfter(3))], ids=["gate", "fixed"])
+def test_an_objective_by_which_an_exit_learns_refuses_one_that_cannot(objective, rule):
+    with pytest.raises(ValueError, match=r"rule is of .*, which has no parameters.* take LearnedExit\(dim\)"):
+        objective(rule)
+
+
 @pytest.mark.parametrize(
     "objective",
     [rd.every_step_loss, rd.ExpectedExitLoss(Fixed(0.5)), rd.ExitGainLoss(Fixed(0.5)), rd.SampledExitLoss(Fixed(0.5))],
@@ -472,10 +479,12 @@ def test_an_objective_refuses_a_trajectory_without_its_steps(objective):
     "make, name",
     [
         (partial(rd.ExpectedExitLoss, entropy=math.nan), "entropy"),
+        (partial(rd.ExpectedExitLoss, entropy=-1.0), "entropy is -1.0, but must be at least 0"),
+        (partial(rd.ExitGainLoss, sharpness=-50), "sharpness is -50, but must be a finite number above 0"),
         (partial(rd.ExitGainLoss, sharpness=math.inf), "sharpness"),
         (partial(rd.ExitGainLoss, threshold=math.nan), "threshold"),
     ],
-    ids=["entropy", "sharpness", "threshold"],
+    ids=["entropy", "negative entropy", "negative sharpness", "sharpness", "threshold"],
 )
 def test_numbers_that_are_none_are_refused(make, name):
     with pytest.raises(ValueError, match=name):

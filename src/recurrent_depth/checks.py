@@ -43,7 +43,7 @@ def checked_padding(mask: object, batch: int, num_tokens: int, *, cached: bool) 
     """A padding mask (batch, key), as booleans; with a cache it covers earlier keys too.
 
     Raises:
-        ValueError: if it has another shape or is of floats.
+        ValueError: if it has another shape, is of floats, or of integers other than 0 and 1 (looked at on CPU).
     """
     if mask is None:
         return None
@@ -53,7 +53,19 @@ def checked_padding(mask: object, batch: int, num_tokens: int, *, cached: bool) 
     fits = mask.ndim == 2 and mask.shape[0] == batch
     if not fits or mask.shape[1] < num_tokens or (mask.shape[1] > num_tokens and not cached):
         raise ValueError(f"mask must be {(batch, num_tokens)} like tokens, got {tuple(mask.shape)}.")
+    check_flags(mask)
     return mask.bool()
+
+
+def check_flags(mask: Tensor) -> None:
+    """Raises a ValueError for a mask of floats, and, where tokens are looked at, of integers other than 0 and 1."""
+    if mask.is_floating_point():
+        raise ValueError(f"mask must be boolean or of integers, True at real tokens; got {mask.dtype}.")
+    if mask.dtype == torch.bool or mask.numel() == 0 or mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    low, high = (int(value) for value in mask.aminmax())
+    if low < 0 or high > 1:
+        raise ValueError(f"mask must be boolean, or of 1 at real tokens and 0 at padding; got {low} to {high}.")
 
 
 def check_complete_mask(mask: Tensor, batch: int, num_tokens: int, *, cached: bool) -> None:

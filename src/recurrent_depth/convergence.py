@@ -1,5 +1,6 @@
 """Exit rules that stop a token which has stopped changing: by the gate, the state, or what the model says."""
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from recurrent_depth.contracts import Tree
 from recurrent_depth.depth import require_number, require_whole
 from recurrent_depth.exits import ExitRule, Hazard, Readout
 from recurrent_depth.numerics import at_least_float32
-from recurrent_depth.update import DepthState
+from recurrent_depth.update import DepthState, DepthUpdate, ReplaceState
 
 
 class GateClosed(ExitRule):
@@ -132,6 +133,17 @@ class ArgmaxStable(ExitRule):
         if carry is not None:
             times = torch.where(argmax == carry.argmax, carry.times + 1, times)
         return Stability(argmax, times), _certain(times >= self.times)
+
+
+def warn_if_none_leaves(rule: ExitRule, update: DepthUpdate) -> None:
+    """Warns of a rule that reads the gate where the innermost update has none: it writes all of every step."""
+    *_, innermost = (part for part in update.modules() if isinstance(part, DepthUpdate))
+    if isinstance(innermost, ReplaceState) and any(isinstance(part, GateClosed) for part in rule.modules()):
+        warnings.warn(
+            "exit is GateClosed, but this model has no gate: each step replaces the state, so that no token ever "
+            "leaves early. Take LatentConverged(), KLConverged() or a LearnedExit, or a model of update=rd.gated.",
+            stacklevel=4,
+        )
 
 
 def divergence(

@@ -20,6 +20,7 @@ from recurrent_depth.objective import (
     token_losses,
     with_auxiliary,
 )
+from recurrent_depth.router_weights import require_coefficient
 from recurrent_depth.rows import map_changing
 from recurrent_depth.trajectory import Trajectory, check_trajectory
 from recurrent_depth.update import DepthState
@@ -52,16 +53,16 @@ class ExpectedExitLoss(nn.Module):
         entropy: the weight of the entropy, in nats; 0.1, then 0.05 in the source.
 
     Raises:
-        ValueError: if `rule` is no exit rule, or `entropy` no finite number; in a forward, if the trajectory kept not
-            every step.
+        ValueError: if `rule` is no exit rule or has no parameters, so that no exit would learn, or `entropy` is
+            negative or no finite number; in a forward, if the trajectory kept not every step.
 
     Reference: Zhu et al., 2025, arXiv 2510.25741.
     """
 
     def __init__(self, rule: ExitRule, *, entropy: float | int = 0.05):
         super().__init__()
-        require_instance("rule", rule, ExitRule)
-        self.rule, self.entropy = rule, require_number("entropy", entropy)
+        _check_learns(rule)
+        self.rule, self.entropy = rule, require_coefficient("entropy", entropy)
 
     def forward(
         self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
@@ -88,18 +89,18 @@ class ExitGainLoss(nn.Module):
         threshold: the gain, in nats, at which going on is as good as leaving.
 
     Raises:
-        ValueError: if `rule` is no exit rule, or a number is not finite; in a forward, if the trajectory kept not every
-            step.
+        ValueError: if `rule` is no exit rule or has no parameters, `sharpness` is not above 0, or a number not finite;
+            in a forward, if the trajectory kept not every step.
 
     Reference: Zhu et al., 2025, arXiv 2510.25741.
     """
 
     def __init__(self, rule: ExitRule, *, sharpness: float | int = 50.0, threshold: float | int = 0.005):
         super().__init__()
-        require_instance("rule", rule, ExitRule)
+        _check_learns(rule)
         self.rule = rule
         self.sharpness, self.threshold = (
-            require_number("sharpness", sharpness),
+            require_number("sharpness", sharpness, above=0),
             require_number("threshold", threshold),
         )
 
@@ -196,6 +197,15 @@ def every_state(trajectory: Trajectory) -> tuple[DepthState, ...]:
             f"{len(trajectory.states)}: give every_step=True, to WithObjective too."
         )
     return trajectory.states
+
+
+def _check_learns(rule: ExitRule) -> None:
+    require_instance("rule", rule, ExitRule, "LearnedExit(dim)")
+    if next(rule.parameters(), None) is None:
+        raise ValueError(
+            f"rule is of {type(rule).__name__}, which has no parameters, so that no exit would learn: take "
+            "LearnedExit(dim), or SampledExitLoss to train a model for a fixed exit."
+        )
 
 
 def _log(chance: Tensor) -> Tensor:

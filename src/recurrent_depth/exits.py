@@ -21,14 +21,21 @@ Readout = Callable[[DepthState], Float[Tensor, "batch token vocab"]]
 
 
 class ExitRule(nn.Module, abc.ABC):
-    """Decides after each step whether a token has been thought about enough.
+    """Decides after each step whether a token has been thought about enough."""
 
-    Attributes:
-        quantile: a token leaves after the first step at which its chance to have left reaches this. For rules whose
-            hazards are 0 or 1 every value in (0, 1] says the same.
-    """
+    _quantile: float = 0.5
 
-    quantile: float = 0.5
+    @property
+    def quantile(self) -> float:
+        """A token leaves after the first step at which its chance to have left reaches this; it may be set at any time.
+
+        For rules whose hazards are 0 or 1 every value in (0, 1] says the same; others are refused with a ValueError.
+        """
+        return self._quantile
+
+    @quantile.setter
+    def quantile(self, quantile: float | int) -> None:
+        self._quantile = require_number("quantile", quantile, above=0, at_most=1)
 
     @abc.abstractmethod
     def hazard(self, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
@@ -112,7 +119,15 @@ class AtLeast(ExitRule):
         self.num_steps = require_whole("num_steps", num_steps, at_least=1)
         require_instance("rule", rule, ExitRule)
         self.rule = rule
-        self.quantile = rule.quantile
+
+    @property
+    def quantile(self) -> float:
+        """The rule's."""
+        return self.rule.quantile
+
+    @quantile.setter
+    def quantile(self, quantile: float | int) -> None:
+        self.rule.quantile = quantile
 
     def hazard(self, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
         carry, hazard = self.rule.hazard(carry, state, readout, step)
@@ -149,7 +164,7 @@ class LearnedExit(ExitRule):
         self, dim: int, *, quantile: float | int = 0.5, bias: float | int = 0.0, norm: nn.Module | None = None
     ):
         super().__init__()
-        self.quantile = require_number("quantile", quantile, above=0, at_most=1)
+        self.quantile = quantile
         self.initial_bias = require_number("bias", bias)
         self.linear = nn.Linear(require_whole("dim", dim, at_least=1), 1, bias=False)
         self.bias = nn.Parameter(torch.full((1,), self.initial_bias))

@@ -9,6 +9,7 @@ from torch import Tensor
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.cached_forward import open_forward
 from recurrent_depth.choice import NextTokenRule
+from recurrent_depth.convergence import warn_if_none_leaves
 from recurrent_depth.decoding import logits_until
 from recurrent_depth.depth import as_depth, require_instance
 from recurrent_depth.exits import ExitRule
@@ -55,7 +56,10 @@ def generate(
     Raises:
         ValueError: for an empty prompt, a mask of another shape or with padding on the right, a depth that is
             impossible or not one per row, depths that differ under an exit rule, more tokens than learned positions,
-            and logits from which nothing can be chosen.
+            stop tokens beyond the vocabulary, and logits from which nothing can be chosen.
+
+    Warns:
+        UserWarning: if the exit reads a gate and the model has none, so that no token would leave early.
     """
     new = stream(
         model,
@@ -97,8 +101,9 @@ def stream(
         raise ValueError(f"num_steps is {num_steps!r}, but must be one number for all rows where an exit rule decides.")
     if exit is not None:
         require_instance("exit", exit, ExitRule)
+        warn_if_none_leaves(exit, model.core.update)
     cache = DepthCache(kv, max_tokens=prompt.shape[1] + max_new_tokens - 1)
-    draws = draws_of(choose, len(prompt), stop_tokens, seed)
+    draws = draws_of(choose, len(prompt), stop_tokens, seed, vocab_size=model.embed.token.num_embeddings)
     return _stream(model, cache, Rows.sorted_by_depth(prompt, mask, depths), draws, exit, max_new_tokens)
 
 

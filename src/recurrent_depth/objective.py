@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
-from recurrent_depth.checks import checked_ids
+from recurrent_depth.checks import check_flags, checked_ids
 from recurrent_depth.depth import Depth
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
@@ -68,6 +68,8 @@ def next_token_targets(tokens: Tensor, mask: Tensor | None) -> Int[Tensor, "batc
     tokens = checked_ids(tokens)
     if mask is not None and mask.shape != tokens.shape:
         raise ValueError(f"mask must be {tuple(tokens.shape)} like tokens, got {tuple(mask.shape)}.")
+    if mask is not None:
+        check_flags(mask)
     if tokens.shape[1] < 2:
         raise ValueError(f"tokens must be at least 2 long to have a next token, got shape {tuple(tokens.shape)}.")
     targets = tokens[:, 1:].long()
@@ -103,6 +105,7 @@ def mean_of_real(
         return losses.mean()
     if mask.shape != losses.shape:
         raise ValueError(f"mask must be {tuple(losses.shape)} like the tokens, got {tuple(mask.shape)}.")
+    check_flags(mask)
     real = mask.bool()
     return losses.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
 

@@ -88,7 +88,7 @@ def speculate(
     num_steps = require_whole("num_steps", model.num_steps if num_steps is None else num_steps, at_least=1)
     if require_whole("draft_steps", draft_steps, at_least=1) >= num_steps:
         raise ValueError(f"draft_steps is {draft_steps}, but must be fewer than the {num_steps} steps that verify.")
-    draws = draws_of(choose, len(prompt), stop_tokens, seed)
+    draws = draws_of(choose, len(prompt), stop_tokens, seed, vocab_size=model.embed.token.num_embeddings)
     cache = DepthCache(max_tokens=prompt.shape[1] + max_new_tokens - 1)
     rows = Rows.sorted_by_depth(prompt, mask, [num_steps] * len(prompt))
     return _continue(Speculator(model, cache, draws, num_steps, draft_steps), rows, max_new_tokens, draft_tokens)

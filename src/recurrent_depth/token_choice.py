@@ -45,9 +45,6 @@ class TokenChoice(Router):
         balance: keeps the depths in use.
         z_loss: coefficient of the mean squared logsumexp of the scores.
 
-    Attributes:
-        full_depth: while True every token takes all steps, in training: a warm-up.
-
     Raises:
         ValueError: for scores of more than one router, a balance of another number of depths, and a `z_loss` that is
             negative or not finite; in a forward of more steps than there are depths.
@@ -61,7 +58,17 @@ class TokenChoice(Router):
         _check_parts(scores, balance)
         self.scores, self.weight, self.balance = scores, weight, balance
         self.z_loss = require_coefficient("z_loss", z_loss)
-        self.full_depth = False
+        self._full_depth = False
+
+    @property
+    def full_depth(self) -> bool:
+        """While True every token takes all steps, in training: a warm-up, which may be set at any time."""
+        return self._full_depth
+
+    @full_depth.setter
+    def full_depth(self, full_depth: bool) -> None:
+        require_instance("full_depth", full_depth, bool)
+        self._full_depth = full_depth
 
     def begin(self, h: Float[Tensor, "batch token dim"], call: Call) -> RouterState:
         """Each token's depth and weight."""

@@ -90,11 +90,13 @@ def checked_request(
     return prompt, mask
 
 
-def draws_of(choose: NextTokenRule | None, num_rows: int, stop_tokens: Sequence[int], seed: int | None) -> Draws:
+def draws_of(
+    choose: NextTokenRule | None, num_rows: int, stop_tokens: Sequence[int], seed: int | None, *, vocab_size: int
+) -> Draws:
     """How so many rows choose their tokens; greedily by default."""
     choose = Greedy() if choose is None else choose
     require_instance("choose", choose, NextTokenRule)
-    return Draws(choose, RowStreams(num_rows, seed), checked_stop_tokens(stop_tokens))
+    return Draws(choose, RowStreams(num_rows, seed), checked_stop_tokens(stop_tokens, vocab_size))
 
 
 def checked_prompt_mask(mask: Tensor | None, prompt: Tensor) -> Tensor | None:
@@ -123,12 +125,16 @@ def check_positions_left(model: RecurrentTransformer, prompt: Tensor, mask: Tens
         )
 
 
-def checked_stop_tokens(stop_tokens: object) -> frozenset[int]:
+def checked_stop_tokens(stop_tokens: object, vocab_size: int) -> frozenset[int]:
     """The tokens that end a row.
 
     Raises:
-        ValueError: if they are no list, tuple or set of whole numbers.
+        ValueError: if they are no list, tuple or set of whole numbers, or one is beyond the vocabulary.
     """
     if not isinstance(stop_tokens, list | tuple | set | frozenset | range):
         raise ValueError(f"stop_tokens is {stop_tokens!r}, but must be a list of token ids.")
-    return frozenset(require_whole("a stop token", token) for token in stop_tokens)
+    found = frozenset(require_whole("a stop token", token) for token in stop_tokens)
+    beyond = sorted(token for token in found if not 0 <= token < vocab_size)
+    if beyond:
+        raise ValueError(f"stop_tokens holds {beyond}, but must lie in 0 to {vocab_size - 1}, the vocabulary.")
+    return found
