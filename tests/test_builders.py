@@ -107,7 +107,7 @@ def test_a_class_of_the_width_makes_an_update_and_an_error_of_a_user_s_function_
 
 
 def test_what_is_no_form_is_refused(as_a_user_runs_it):
-    with pytest.raises(ValueError, match="form is Linear.*, but must be a Form, such as"):
+    with pytest.raises(ValueError, match=r"form is Linear.*, but must be a Form, such as"):
         tiny(form=torch.nn.Linear)
 
 
