@@ -105,7 +105,7 @@ class Protocol(NamedTuple):
     budgets: tuple[int, ...]
     cooldown: float = 0.2
     warmup: int = 100
-    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3, 12e-3)
+    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3, 12e-3, 24e-3)
     weight_decay: float = 0.1
     clip: float = 1.0
 
