@@ -178,6 +178,15 @@ def test_the_embedding_is_scaled_on_the_way_in_and_not_in_the_head():
     assert "embed.token.weight" in model.state_dict()
 
 
+def test_scaling_an_embedding_keeps_its_weights():
+    embed = rd.PositionedEmbedding(23, 16, 8)
+    x, places, names = torch.randint(23, (2, 5)), torch.arange(5)[None], dict(embed.named_parameters())
+    before = embed(x, places)
+    assert rd.scaled_embedding(embed, 4.0) is embed
+    assert_close(embed(x, places), 4 * before)
+    assert all(dict(embed.named_parameters())[name] is parameter for name, parameter in names.items())
+
+
 def test_learned_positions_are_scaled_like_tokens():
     model = tiny(partial(rd.huginn, form=rd.GPT2Form), dim=64)
     x, embed = torch.randint(23, (2, 5)), model.embed

@@ -93,15 +93,18 @@ class ScaledTable(nn.Embedding):
 
 
 def scaled_embedding(embedding: Embedding, scale: float) -> Embedding:
-    """The embedding, its tables replaced by new ones that are multiplied by `scale` when they are looked up.
+    """The embedding, changed so that its tables are multiplied by `scale` when they are looked up; weights are kept.
 
-    Learned positions too, which would start unheard beside the tokens. The new tables have yet to be initialised. With
-    `sqrt(dim)` this is the start of Vaswani et al., 2017, arXiv 1706.03762: weights that are small enough for a tied
-    head make a state that is large enough for the blocks.
+    Learned positions too, which would start unheard beside the tokens. With `sqrt(dim)` weights that are small enough
+    for a tied head make a state that is large enough for the blocks.
+
+    Reference: Vaswani et al., 2017, arXiv 1706.03762.
     """
     for name, table in list(embedding.named_children()):
         if isinstance(table, nn.Embedding):
-            setattr(embedding, name, ScaledTable(table.num_embeddings, table.embedding_dim, scale=scale))
+            changed = ScaledTable(table.num_embeddings, table.embedding_dim, scale=scale)
+            changed.weight = table.weight
+            setattr(embedding, name, changed)
     return embedding
 
 
