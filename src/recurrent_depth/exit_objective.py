@@ -49,19 +49,20 @@ class ExpectedExitLoss(nn.Module):
     falling onto one step before the others are any good. Up to a constant this is the ELBO under an even prior.
 
     Args:
-        rule: the exit; its parameters are this objective's, so that `WithObjective(...).parameters()` has them.
+        rule: the exit; its parameters are this objective's, so that `WithObjective(...).parameters()` has them. One
+            without parameters weighs the steps as it says, and only the model learns.
         entropy: the weight of the entropy, in nats; 0.1, then 0.05 in the source.
 
     Raises:
-        ValueError: if `rule` is no exit rule or has no parameters, so that no exit would learn, or `entropy` is
-            negative or no finite number; in a forward, if the trajectory kept not every step.
+        ValueError: if `rule` is no exit rule, or `entropy` is negative or no finite number; in a forward, if the
+            trajectory kept not every step.
 
     Reference: Zhu et al., 2025, arXiv 2510.25741.
     """
 
     def __init__(self, rule: ExitRule, *, entropy: float | int = 0.05):
         super().__init__()
-        _check_learns(rule)
+        require_instance("rule", rule, ExitRule, "LearnedExit(dim)")
         self.rule, self.entropy = rule, require_coefficient("entropy", entropy)
 
     def forward(

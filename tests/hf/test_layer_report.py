@@ -428,7 +428,7 @@ TOKENS = torch.zeros(2, 6, dtype=torch.long)
         ({"tokens": TOKENS, "num_steps": 1}, "num_steps is 1"),
         ({"tokens": TOKENS, "batch_size": 0}, "batch_size is 0"),
         ({"tokens": TOKENS[:0]}, r"not empty, got shape \(0, 6\)"),
-        ({"tokens": TOKENS[0]}, r"must be \(batch, token\) and not empty, got shape \(6,\)"),
+        ({"tokens": TOKENS[0]}, r"tokens must be \(batch, token\), got shape \(6,\)"),
         ({"tokens": TOKENS.float()}, "tokens must be integers, got torch.float32"),
         ({"tokens": TOKENS + 96}, "tokens must lie in 0 to 95, the vocabulary; got 96 to 96"),
         ({"tokens": TOKENS - 1}, "got -1 to -1"),
