@@ -6,6 +6,7 @@ import jaxtyping
 import pytest
 import torch
 from battery import tiny
+from user_parts import Recorded
 
 import recurrent_depth as rd
 
@@ -48,25 +49,13 @@ def as_a_user_runs_it(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
-class Own(rd.DepthUpdate):
+class Own(Recorded):
     """A user's, which is made of the width."""
 
     def __init__(self, dim: int, share: float = 0.5):
         super().__init__()
         if share > 1:
             raise ValueError("share is too large")
-
-    def begin(self, anchor, call):
-        return rd.initial_state(anchor)
-
-    def forward(self, state, blocks, step):
-        return state._replace(h=blocks(state.h))
-
-    def read(self, state):
-        return state.h
-
-    def cost(self, num_steps):
-        return rd.UpdateCost()
 
 
 NO_MAKERS = {
