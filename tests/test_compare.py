@@ -840,7 +840,21 @@ def test_the_tables_of_finished_cells_have_nothing_open(finished, tmp_path):
     assert "(2 of 2) |" in text
     for title in ("Headroom", "Less dense", "Differences", "Depth gain", "By exit", "Learning rates"):
         assert f"## {title}" in text
-    assert json.loads((tmp_path / "results.json").read_text())["methods"]["grt"]["rate"] in (1e-3, 2e-3)
+    written = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert written["methods"]["grt"]["rate"] in (1e-3, 2e-3)
+    spread = collect(comparison, folder).spreads[1]
+    assert spread is not None
+    assert written["spreads"][1] == spread._asdict()
+
+
+def test_what_has_one_seed_is_published_as_json_that_others_read_too(finished, out):
+    comparison, folder = finished
+    for path in (each for each in folder.glob("*-seed0") if each.is_dir()):
+        shutil.copytree(path, out / path.name)
+    comparison.publish(comparison, out, out / "published")
+    written = json.loads((out / "published" / "results.json").read_text(), parse_constant=pytest.fail)
+    found = written["differences"]["grt less dense"][1]
+    assert (found["error"], found["freedom"], found["diverged"]) == (None, None, 0)
 
 
 # Verifying

@@ -4,6 +4,7 @@ All is made before any is written: where something cannot be made, what was publ
 """
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from comparison.collecting import Table, collect
 from comparison.files import read_json
 from comparison.parts import Comparison, Run
 from comparison.planning import known_runs, read_result
+from comparison.statistics import Estimate, Spread
 from comparison.text import TOLD
 
 
@@ -102,16 +104,19 @@ def _as_json(comparison: Comparison, table: Table) -> dict[str, Any]:
     for row in lean.values():
         row["trials"] = {rate: "diverged" if loss == float("inf") else loss for rate, loss in row["trials"].items()}
         row["budgets"] = [[_lean(result) for result in group] for group in row["budgets"]]
-    pairs = {f"{a} less {b}": [table.difference(a, b, n) for n in _numbers_of(comparison)] for a, b in comparison.pairs}
-    gains = {name: [table.depth_gain(name, n) for n in _numbers_of(comparison)] for name in table.rows}
-    return {"methods": lean, "differences": pairs, "depth_gains": gains, "spreads": table.spreads}
+    numbers = range(len(comparison.protocol.budgets))
+    pairs = {f"{a} less {b}": [_named(table.difference(a, b, n)) for n in numbers] for a, b in comparison.pairs}
+    gains = {name: [_named(table.depth_gain(name, n)) for n in numbers] for name in table.rows}
+    spreads = [_named(spread) for spread in table.spreads]
+    return {"methods": lean, "differences": pairs, "depth_gains": gains, "spreads": spreads}
+
+
+def _named(found: Estimate | Spread | None) -> dict[str, float | None] | None:
+    """By name, and null for endless degrees of freedom, which JSON has no number for."""
+    return found and {name: None if value == math.inf else value for name, value in found._asdict().items()}
 
 
 def _lean(result: dict[str, Any]) -> dict[str, Any]:
     measured = {"exits": result["measured"]["exits"]}
     kept = {key: value for key, value in result.items() if key not in ("config", "first_losses")}
     return {**kept, "measured": measured}
-
-
-def _numbers_of(comparison: Comparison) -> range:
-    return range(len(comparison.protocol.budgets))
