@@ -207,6 +207,14 @@ def test_a_rule_that_reads_the_gate_warns_where_there_is_none(build, rule):
         rd.generate(tiny(build).eval(), X, max_new_tokens=2, exit=rule)
 
 
+def test_an_update_of_ones_own_may_say_that_it_has_no_gate():
+    class Replaces(Recorded):
+        replaces_state = True
+
+    with pytest.warns(UserWarning, match="this model has no gate"):
+        rd.generate(tiny(update=lambda dim: Replaces()).eval(), X, max_new_tokens=2, exit=rd.GateClosed(0.1))
+
+
 def test_a_rule_that_reads_the_gate_says_nothing_where_there_is_one_or_nobody_knows(recwarn):
     for update in (rd.gated, partial(rd.halted, inner=rd.gated), lambda dim: Recorded()):
         rd.generate(tiny(update=update).eval(), X, max_new_tokens=2, exit=rd.GateClosed(0.1))

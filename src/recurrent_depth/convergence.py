@@ -12,7 +12,7 @@ from recurrent_depth.contracts import Tree
 from recurrent_depth.depth import require_number, require_whole
 from recurrent_depth.exits import ExitRule, Hazard, Readout
 from recurrent_depth.numerics import at_least_float32
-from recurrent_depth.update import DepthState, DepthUpdate, ReplaceState
+from recurrent_depth.update import DepthState, DepthUpdate
 
 
 class GateClosed(ExitRule):
@@ -136,9 +136,9 @@ class ArgmaxStable(ExitRule):
 
 
 def warn_if_none_leaves(rule: ExitRule, update: DepthUpdate) -> None:
-    """Warns of a rule that reads the gate where the innermost update has none: it writes all of every step."""
+    """Warns of a rule that reads the gate where the innermost update says that it has none."""
     *_, innermost = (part for part in update.modules() if isinstance(part, DepthUpdate))
-    if isinstance(innermost, ReplaceState) and any(isinstance(part, GateClosed) for part in rule.modules()):
+    if innermost.replaces_state and any(isinstance(part, GateClosed) for part in rule.modules()):
         warnings.warn(
             "exit is GateClosed, but this model has no gate: each step replaces the state, so that no token ever "
             "leaves early. Take LatentConverged(), KLConverged() or a LearnedExit, or a model of update=rd.gated.",

@@ -53,7 +53,12 @@ class DepthUpdate(nn.Module, abc.ABC):
 
     To an update the shared blocks are what its vector field is to an ODE solver. A new method is one such class: the
     loop is never edited. The state keeps the anchor's dtype.
+
+    Attributes:
+        replaces_state: a class says True where each of its steps writes all of the state: there is no gate to read.
     """
+
+    replaces_state: bool = False
 
     @abc.abstractmethod
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
@@ -141,6 +146,8 @@ class ReplaceState(DepthUpdate):
     Raises:
         ValueError: if one of them is something else, such as a width or a class.
     """
+
+    replaces_state = True
 
     def __init__(self, inject: Injection, start: nn.Module | None = None):
         super().__init__()
