@@ -168,20 +168,21 @@ PAIRS = (
 
 
 def plan() -> tuple[Trials | Full, ...]:
-    """What is asked for most comes first: the first four, what holds them back, the relatives; then the rest."""
+    """What is asked for most comes first: the first four, the relatives, one seed of everything; then more tokens, seeds."""
     first = [Trials(name) for name in FIRST] + [Full(name, 0, 2) for name in FIRST]
     first += [Full("grt-one-step", 0, 2), Trials("huginn"), Full("huginn", 0, 2)]
     first += [Full(name, 1, 2) for name in FIRST] + [Full(name, 0) for name in FIRST]
-    first += [Full(name, 0, 2) for name in WHAT_HOLDS_BACK]
     first += [Trials(name) for name in UNSCALED] + [Full(name, 0) for name in UNSCALED]
     first += [Full(name, 1, 2) for name in UNSCALED]
     relatives, same_size, more = (
         [cell for name in group for cell in (Trials(name), Full(name, 0, 2))] for group in (RELATIVES, ISOPARAMS, MORE)
     )
-    short, varied = ([Full(name, 0, most) for name in (*ABLATIONS, *SPLITS)] for most in (1, 2))
+    varied = (*WHAT_HOLDS_BACK, *ABLATIONS, *SPLITS)
+    short, further = ([Full(name, 0, most) for name in varied] for most in (1, 2))
+    first += short[: len(WHAT_HOLDS_BACK)]
     seeds = [Full(name, seed) for seed in (1, 2) for name in FIRST]
     longer = [Full(name, seed) for seed in (0, 1) for name in (*RELATIVES, *ISOPARAMS, *ABLATIONS, *SPLITS, *MORE)]
-    return (*first, *relatives, *short, *same_size, *varied, *more, *seeds, *longer)
+    return (*first, *relatives, *short, *same_size, *further, *more, *seeds, *longer)
 
 
 COMPARISON = Comparison(
