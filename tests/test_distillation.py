@@ -105,6 +105,8 @@ def test_padding_teaches_nothing():
     [
         ({"temperature": 0.0}, "temperature"),
         ({"logits": math.nan}, "logits"),
+        ({"logits": -0.1}, "logits is -0.1, but must be a finite number of at least 0"),
+        ({"states": -1.0, "align": {1: 1}}, "states is -1.0, but must be a finite number of at least 0"),
         ({"states": 1.0}, "aligned where they weigh"),
         ({"align": {1: 1}}, "aligned where they weigh"),
         ({"states": 1.0, "align": {1: 4}}, "one of the teacher's 3 blocks"),

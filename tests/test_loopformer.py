@@ -236,6 +236,7 @@ def test_numbers_that_cannot_be_are_refused():
         ("dim", lambda: rd.TimeEmbedding(0)),
         ("num_frequencies", lambda: rd.TimeEmbedding(8, num_frequencies=0)),
         ("short", lambda: rd.WithConsistency(model, short=float("nan"))),
+        ("consistency is -0.1, but must be", lambda: rd.WithConsistency(model, consistency=-0.1)),
         ("hidden", lambda: tiny(rd.loopformer, hidden=0)),
     ):
         with pytest.raises(ValueError, match=name):

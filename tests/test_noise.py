@@ -111,5 +111,5 @@ def test_the_gate_and_the_blend_read_the_state_without_its_noise():
 
 @pytest.mark.parametrize("std", [-0.1, float("nan"), float("inf")])
 def test_a_negative_deviation_is_refused(std):
-    with pytest.raises(ValueError, match=f"std of the noise must be a finite number of at least 0, got {std}"):
+    with pytest.raises(ValueError, match=f"std of the noise is {std}, but must be a finite number of at least 0"):
         rd.GaussianNoise(std)

@@ -478,7 +478,7 @@ def test_an_objective_refuses_a_trajectory_without_its_steps(objective):
     "make, name",
     [
         (partial(rd.ExpectedExitLoss, entropy=math.nan), "entropy"),
-        (partial(rd.ExpectedExitLoss, entropy=-1.0), "entropy is -1.0, but must be at least 0"),
+        (partial(rd.ExpectedExitLoss, entropy=-1.0), "entropy is -1.0, but must be a finite number of at least 0"),
         (partial(rd.ExitGainLoss, sharpness=-50), "sharpness is -50, but must be a finite number above 0"),
         (partial(rd.ExitGainLoss, sharpness=math.inf), "sharpness"),
         (partial(rd.ExitGainLoss, threshold=math.nan), "threshold"),

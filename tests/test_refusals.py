@@ -36,7 +36,7 @@ WRONG = {
     "std of the noise": lambda: rd.gated(8, state_noise=-0.1),
     "temperature of the gate": lambda: rd.gated(8, temperature=0.0),
     "bias of the gate": lambda: rd.gated(8, bias=float("nan")),
-    "noise must be a finite": lambda: rd.gated(8, gate_noise=float("inf")),
+    "noise is inf, but must be a finite": lambda: rd.gated(8, gate_noise=float("inf")),
     "a stack must be callable": lambda: rd.RecurrentCore(torch.nn.Linear(8, 8), rd.gated(8)),
     "mask must be boolean": lambda: loop()(torch.randn(1, 2, 8), 3, mask=torch.ones(1, 2)),
     "positions must be integers": lambda: loop()(torch.randn(2, 3, 8), 3, positions=torch.zeros(1, 1)),

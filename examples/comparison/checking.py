@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from comparison.parts import Comparison, Full, Protocol
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 
 
 def check(comparison: Comparison) -> None:

@@ -168,7 +168,7 @@ PAIRS = (
 
 
 def plan() -> tuple[Trials | Full, ...]:
-    """What is asked for most comes first: the first four, the relatives, one seed of everything; then more tokens, seeds."""
+    """What is asked for most comes first: the first four, the relatives, one seed of the rest; then more."""
     first = [Trials(name) for name in FIRST] + [Full(name, 0, 2) for name in FIRST]
     first += [Full("grt-one-step", 0, 2), Trials("huginn"), Full("huginn", 0, 2)]
     first += [Full(name, 1, 2) for name in FIRST] + [Full(name, 0) for name in FIRST]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import recurrent_depth as rd
 from comparison.parts import Data, Method
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 
 IGNORED = -100
 TEST_SEED = 2**31

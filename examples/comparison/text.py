@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import recurrent_depth as rd
 from comparison.files import read_json
 from comparison.parts import Data, Method
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 
 NUM_PARTS = 128  # the held-out text is measured in so many parts of neighbouring windows, by which methods are paired
 ROWS_AT_ONCE = 32

@@ -7,6 +7,7 @@ elementwise part of a gate are left out, as everywhere. All functions take a mod
 from beartype import beartype
 from torch import nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.counting import (
     EXECUTED,
     PAPER,
@@ -18,7 +19,6 @@ from recurrent_depth.counting import (
     full_attention,
     once,
 )
-from recurrent_depth.depth import require_whole
 from recurrent_depth.memory import DecodeMemory, cache_bytes, decode_memory, weight_bytes
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.moments import Moment

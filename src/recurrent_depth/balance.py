@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_number, require_whole
 from recurrent_depth.numerics import at_least_float32
-from recurrent_depth.router_weights import require_coefficient
 from recurrent_depth.top_tokens import row_mean
 
 
@@ -51,7 +50,7 @@ class BalanceLoss(Balance):
 
     def __init__(self, coefficient: float | int = 0.1):
         super().__init__()
-        self.coefficient = require_coefficient("coefficient", coefficient)
+        self.coefficient = require_number("coefficient", coefficient, at_least=0)
 
     def preference(self, weights: Float[Tensor, "batch token depth"]) -> Float[Tensor, "batch token depth"]:
         """The weights."""
@@ -93,7 +92,7 @@ class BalanceBias(Balance):
     def __init__(self, num_depths: int, rate: float | int = 0.001):
         super().__init__()
         self.num_depths = require_whole("num_depths", num_depths, at_least=1)
-        self.rate = require_coefficient("rate", rate)
+        self.rate = require_number("rate", rate, at_least=0)
         self.register_buffer("moves", torch.zeros(num_depths, dtype=torch.long))
 
     @property

@@ -3,9 +3,9 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_instance
 from recurrent_depth.blocks import linear_cost
 from recurrent_depth.contracts import Call, UpdateCost
-from recurrent_depth.depth import require_instance
 from recurrent_depth.halting import HaltingUpdate
 from recurrent_depth.routing import RoutedUpdate
 from recurrent_depth.step import StepBlocks

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from beartype import beartype
 from torch import nn
 
+from recurrent_depth.arguments import require_instance, require_whole
 from recurrent_depth.blocks import Stack
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.depth import Layout, require_instance, require_whole
+from recurrent_depth.depth import Layout
 from recurrent_depth.embedding import Embedding
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.gate import AnchoredGate

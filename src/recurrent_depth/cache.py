@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from recurrent_depth.depth import require_instance, require_whole
+from recurrent_depth.arguments import require_instance, require_whole
 from recurrent_depth.kv_policy import KeepAll, KVStepPolicy
 from recurrent_depth.slots import Joined, Key, Range, Slot
 from recurrent_depth.turn import Turn

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from recurrent_depth.arguments import require_instance
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.checks import checked_padding
 from recurrent_depth.compiled_decoding import compiled_logits, is_fixed
-from recurrent_depth.depth import Depth, as_depth, require_instance
+from recurrent_depth.depth import Depth, as_depth
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.settling import settle
 from recurrent_depth.turn import Turn

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 
 
 def falling_capacities(num_steps: int) -> tuple[float, ...]:

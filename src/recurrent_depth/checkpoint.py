@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.running_state import (
     by_rank,
     of_rank,

@@ -1,7 +1,6 @@
 """How the next token is chosen: logits become a distribution, and one uniform number per row draws from it."""
 
 import abc
-import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_number, require_whole
 from recurrent_depth.draw import draw
 from recurrent_depth.numerics import at_least_float32
 
@@ -52,7 +51,7 @@ class Greedy(NextTokenRule):
     repetition_penalty: float | int = 1.0
 
     def __post_init__(self) -> None:
-        _require_between("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        require_number("repetition_penalty", self.repetition_penalty, at_least=1e-3, at_most=1e3)
 
     def probabilities(
         self,
@@ -103,14 +102,14 @@ class Sampling(NextTokenRule):
     repetition_penalty: float | int = 1.0
 
     def __post_init__(self) -> None:
-        _require_between("temperature", self.temperature, 1e-30, 1e30)
+        require_number("temperature", self.temperature, at_least=1e-30, at_most=1e30)
         if self.top_k is not None:
             require_whole("top_k", self.top_k, at_least=1)
         if self.top_p is not None:
-            _require_between("top_p", self.top_p, 1e-30, 1)
+            require_number("top_p", self.top_p, at_least=1e-30, at_most=1)
         if self.min_p is not None:
-            _require_between("min_p", self.min_p, 0, 1)
-        _require_between("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+            require_number("min_p", self.min_p, at_least=0, at_most=1)
+        require_number("repetition_penalty", self.repetition_penalty, at_least=1e-3, at_most=1e3)
 
     def probabilities(
         self,
@@ -174,8 +173,3 @@ def _top_p(logits: Tensor, p: float | int) -> Tensor:
 def _min_p(logits: Tensor, p: float | int) -> Tensor:
     probabilities = logits.softmax(-1)
     return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), -torch.inf)
-
-
-def _require_between(name: str, value: object, low: float | int, high: float | int) -> None:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not low <= float(value) <= high:
-        raise ValueError(f"{name} is {value!r}, but must be a number from {low:g} to {high:g}.")

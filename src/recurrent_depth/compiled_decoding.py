@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recurrent_depth.arguments import require_instance
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.checks import checked_tokens
-from recurrent_depth.depth import require_instance
 from recurrent_depth.kv_policy import KVStepPolicy
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.settling import settle

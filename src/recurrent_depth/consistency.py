@@ -8,8 +8,9 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from recurrent_depth.arguments import require_instance, require_number, require_whole
 from recurrent_depth.contracts import Notes
-from recurrent_depth.depth import Depth, as_depth, require_instance, require_number, require_whole
+from recurrent_depth.depth import Depth, as_depth
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.objective import mean_of_real, next_token_loss
@@ -44,8 +45,8 @@ class WithConsistency(nn.Module):
         consistency: the weight of the distance.
 
     Raises:
-        ValueError: if `model` is no `RecurrentTransformer` of at least 2 steps, or a weight no finite number; in a
-            forward, if the shallower run is not said, or is no shallower than full depth.
+        ValueError: if `model` is no `RecurrentTransformer` of at least 2 steps, or a weight is negative or not
+            finite; in a forward, if the shallower run is not said, or is no shallower than full depth.
 
     Reference: Jeddi et al., 2026, arXiv 2602.11451.
     """
@@ -55,7 +56,8 @@ class WithConsistency(nn.Module):
         require_instance("model", model, RecurrentTransformer)
         require_whole("num_steps of the model", model.num_steps, at_least=2)
         self.model = model
-        self.short, self.consistency = require_number("short", short), require_number("consistency", consistency)
+        self.short = require_number("short", short, at_least=0)
+        self.consistency = require_number("consistency", consistency, at_least=0)
 
     def forward(
         self,

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from recurrent_depth.arguments import require_number, require_whole
 from recurrent_depth.contracts import Tree
-from recurrent_depth.depth import require_number, require_whole
 from recurrent_depth.exits import ExitRule, Hazard, Readout
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.update import DepthState, DepthUpdate

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from recurrent_depth.depth import Depth, require_whole
+from recurrent_depth.arguments import require_whole
+from recurrent_depth.depth import Depth
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, PoissonLogNormalDepth
 
 

@@ -7,8 +7,8 @@ from beartype import beartype
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.contracts import Call, UpdateCost
-from recurrent_depth.depth import require_whole
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate, initial_state

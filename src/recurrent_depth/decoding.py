@@ -6,10 +6,11 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
+from recurrent_depth.arguments import require_instance, require_whole
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.cached_forward import OpenForward, open_forward
 from recurrent_depth.contracts import At
-from recurrent_depth.depth import Depth, require_instance, require_whole
+from recurrent_depth.depth import Depth
 from recurrent_depth.early_exit import leave_early, rows_of_model
 from recurrent_depth.exits import ExitRule
 from recurrent_depth.model import RecurrentTransformer

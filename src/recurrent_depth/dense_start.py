@@ -7,9 +7,9 @@ import torch
 from beartype import beartype
 from torch import nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.blocks import Stack
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.depth import require_whole
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.relaxation import RelaxedStack

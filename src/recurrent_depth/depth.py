@@ -1,59 +1,10 @@
 """How deep: the layout of a model and the depth of one forward."""
 
-import math
 import numbers
 from collections.abc import Iterable
 from typing import NamedTuple
 
-
-def require_whole(name: str, value: object, at_least: int | None = None) -> int:
-    """Returns `value` as an int.
-
-    Raises:
-        ValueError: if it is no whole number (a bool is none) or below `at_least`; names argument, value and bound.
-    """
-    if (
-        isinstance(value, numbers.Integral)
-        and not isinstance(value, bool)
-        and (at_least is None or int(value) >= at_least)
-    ):
-        return int(value)
-    bound = "" if at_least is None else f" of at least {at_least}"
-    raise ValueError(f"{name} is {value!r}, but must be a whole number{bound}.")
-
-
-def require_number(
-    name: str, value: object, *, above: float | int = -math.inf, at_most: float | int = math.inf
-) -> float:
-    """Returns `value` as a float.
-
-    Raises:
-        ValueError: if it is no finite number (a bool is none) or out of bounds; names argument, value and bounds.
-    """
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        number = float(value)
-        if math.isfinite(number) and above < number <= at_most:
-            return number
-    bounds = [f"{word} {bound:g}" for word, bound in (("above", above), ("at most", at_most)) if math.isfinite(bound)]
-    raise ValueError(f"{name} is {value!r}, but must be a finite number {' and '.join(bounds)}".rstrip() + ".")
-
-
-def require_instance(name: str, value: object, kind: type, example: str = "") -> None:
-    """Raises a ValueError for anything that is no instance of a class; says so where the class itself was given."""
-    if isinstance(value, kind):
-        return
-    said, hint = repr(value), f", such as {example}" if example else ""
-    if isinstance(value, type):
-        said, hint = f"the class {value.__name__}", f": give an instance, such as {value.__name__}(...)"
-    elif len(said) > 60 or "\n" in said:
-        said = f"of {type(value).__name__}"
-    article = "an" if kind.__name__[0] in "AEIOU" else "a"
-    raise ValueError(f"{name} is {said}, but must be {article} {kind.__name__}{hint}.")
-
-
-def optional_steps(name: str, value: int | None) -> int | None:
-    """Like `require_whole` of at least 1, where None stands for all steps."""
-    return None if value is None else require_whole(name, value, at_least=1)
+from recurrent_depth.arguments import optional_steps, require_whole
 
 
 class _LayoutParts(NamedTuple):

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_instance, require_number, require_whole
 from recurrent_depth.borrowed import Borrowed
-from recurrent_depth.depth import require_instance, require_number, require_whole
 from recurrent_depth.exit_objective import Mask, every_state
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
@@ -114,10 +114,10 @@ class DistilledLoss(nn.Module):
         temperature: flattens both distributions.
 
     Raises:
-        ValueError: if the teacher is no `RecurrentTransformer`, a number is not finite, the temperature not above 0,
-            `states` is given without `align` or the other way round, or `align` is no mapping of steps from 1 to blocks
-            that the teacher has; in a forward, if states are aligned and the trajectory kept not every step, or the
-            teacher's states have another width.
+        ValueError: if the teacher is no `RecurrentTransformer`, a weight is negative or not finite, the temperature not
+            above 0, `states` is given without `align` or the other way round, or `align` is no mapping of steps from 1
+            to blocks that the teacher has; in a forward, if states are aligned and the trajectory kept not every step,
+            or the teacher's states have another width.
 
     Reference: the logits of Bae et al., 2024, arXiv 2410.20672 (RRT).
     """
@@ -134,7 +134,7 @@ class DistilledLoss(nn.Module):
         super().__init__()
         _check_teacher(teacher)
         self.teacher = Borrowed(teacher)
-        self.weights = require_number("logits", logits), require_number("states", states)
+        self.weights = require_number("logits", logits, at_least=0), require_number("states", states, at_least=0)
         self.temperature, self.align = require_number("temperature", temperature, above=0), _checked_align(align)
         if bool(states) != bool(self.align):
             raise ValueError(

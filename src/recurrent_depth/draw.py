@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 
 BLOCK = 256  # tokens
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from recurrent_depth.depth import require_instance, require_number
+from recurrent_depth.arguments import require_instance, require_number
 from recurrent_depth.exits import ExitRule, exit_law
 from recurrent_depth.objective import (
     IGNORED,
@@ -20,7 +20,6 @@ from recurrent_depth.objective import (
     token_losses,
     with_auxiliary,
 )
-from recurrent_depth.router_weights import require_coefficient
 from recurrent_depth.rows import map_changing
 from recurrent_depth.trajectory import Trajectory, check_trajectory
 from recurrent_depth.update import DepthState
@@ -63,7 +62,7 @@ class ExpectedExitLoss(nn.Module):
     def __init__(self, rule: ExitRule, *, entropy: float | int = 0.05):
         super().__init__()
         require_instance("rule", rule, ExitRule, "LearnedExit(dim)")
-        self.rule, self.entropy = rule, require_coefficient("entropy", entropy)
+        self.rule, self.entropy = rule, require_number("entropy", entropy, at_least=0)
 
     def forward(
         self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_instance, require_number, require_whole
 from recurrent_depth.contracts import Tree
-from recurrent_depth.depth import require_instance, require_number, require_whole
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.optional import module_or_identity
 from recurrent_depth.update import DepthState

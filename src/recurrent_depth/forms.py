@@ -7,9 +7,9 @@ from functools import partial
 
 from torch import nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.attention import Attention, Rotary, check_heads
 from recurrent_depth.blocks import MLP, Block, SwiGLU, TransformerBlock
-from recurrent_depth.depth import require_whole
 from recurrent_depth.embedding import Embedding, Head, PositionedEmbedding, TiedHead, TokenEmbedding
 from recurrent_depth.norms import RMSNorm
 from recurrent_depth.residual import PreNorm, Residual

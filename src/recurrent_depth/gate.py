@@ -1,13 +1,13 @@
 """The depth gate: how much of each feature a step may write."""
 
 import abc
-import math
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_number
 from recurrent_depth.contracts import PartCost, Tree
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.optional import module_or_identity
@@ -48,14 +48,11 @@ class WriteShare(nn.Module):
 
     def __init__(self, dim: int, *, bias: float, temperature: float, noise: nn.Module | None):
         super().__init__()
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature of the gate must be a finite number above 0, got {temperature}.")
-        if not math.isfinite(bias):
-            raise ValueError(f"bias of the gate must be a finite number, got {bias}.")
+        self.temperature = require_number("temperature of the gate", temperature, above=0)
+        self.initial_bias = require_number("bias of the gate", bias)
         self.linear = nn.Linear(dim, dim, bias=False)
-        self.bias = nn.Parameter(torch.full((dim,), float(bias)))
+        self.bias = nn.Parameter(torch.full((dim,), self.initial_bias))
         self.noise = module_or_identity("noise", noise, "rd.GaussianNoise(0.1)")
-        self.temperature, self.initial_bias = temperature, float(bias)
 
     def reset_parameters(self) -> None:
         """Sets the bias to where it starts."""

@@ -6,12 +6,13 @@ import torch
 from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
+from recurrent_depth.arguments import require_instance
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.cached_forward import open_forward
 from recurrent_depth.choice import NextTokenRule
 from recurrent_depth.convergence import warn_if_none_leaves
 from recurrent_depth.decoding import logits_until
-from recurrent_depth.depth import as_depth, require_instance
+from recurrent_depth.depth import as_depth
 from recurrent_depth.exits import ExitRule
 from recurrent_depth.kv_policy import KVStepPolicy
 from recurrent_depth.model import RecurrentTransformer

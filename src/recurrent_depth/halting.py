@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_instance, require_number
 from recurrent_depth.contracts import Call, Tree, UpdateCost
-from recurrent_depth.depth import require_instance, require_number
 from recurrent_depth.exits import ExitRule, Hazard, Readout
 from recurrent_depth.halting_unit import Mix, sum_states
 from recurrent_depth.injection import Injection
@@ -100,10 +100,10 @@ class HaltingUpdate(DepthUpdate):
         require_instance("inner", inner, DepthUpdate, "rd.plain(dim)")
         require_instance("unit", unit, nn.Module, "rd.HaltingUnit(dim)")
         require_instance("sees", sees, Injection, "rd.KeepState()")
-        if not (require_number("ponder", ponder) >= 0 and 0 < require_number("epsilon", epsilon) < 1):
-            raise ValueError(f"ponder must be at least 0 and epsilon in (0, 1); they are {ponder!r} and {epsilon!r}.")
         self.inner, self.unit, self.sees = inner, unit, sees
-        self.ponder, self.epsilon, self.mix = float(ponder), float(epsilon), mix
+        self.ponder = require_number("ponder", ponder, at_least=0)
+        self.epsilon = require_number("epsilon", epsilon, above=0, below=1)
+        self.mix = mix
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """That of the update within, with nothing mixed and all of the mass to come."""

@@ -1,12 +1,12 @@
 """What the blocks see at each step: the state, and what reaches them of the anchor. And the noise on it."""
 
 import abc
-import math
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_number
 from recurrent_depth.contracts import Call, PartCost, Tree
 from recurrent_depth.optional import module_or_identity
 
@@ -28,9 +28,8 @@ class GaussianNoise(nn.Module):
 
     def __init__(self, std: float, *, per_token: bool = False, in_evaluation: bool = False):
         super().__init__()
-        if not 0 <= std < math.inf:
-            raise ValueError(f"std of the noise must be a finite number of at least 0, got {std}.")
-        self.std, self.per_token, self.in_evaluation = std, per_token, in_evaluation
+        self.std = require_number("std of the noise", std, at_least=0)
+        self.per_token, self.in_evaluation = per_token, in_evaluation
 
     def forward(self, x: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
         """`x + noise`, in the dtype of `x`."""

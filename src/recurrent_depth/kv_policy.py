@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.numerics import at_least_float32
 
 

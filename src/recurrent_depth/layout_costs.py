@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from recurrent_depth.accounting import Counting, Outline, flops, flops_breakdown, training_flops
-from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.arguments import require_whole
+from recurrent_depth.depth import Layout
 from recurrent_depth.sampling import FixedDepth, UniformDepth
 
 

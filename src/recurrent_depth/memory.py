@@ -6,7 +6,7 @@ import torch
 from beartype import beartype
 
 from recurrent_depth.activations import activation_bytes
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.kv_policy import KeepAll, KVStepPolicy
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.outline import Outline, outline

@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.attention import causal_mask
 from recurrent_depth.blocks import Stack
 from recurrent_depth.checks import check_complete_mask, check_positions, checked_padding, checked_tokens
 from recurrent_depth.contracts import At, Call, ModelKeyValues, Notes
 from recurrent_depth.core import CoreViews, RecurrentCore
-from recurrent_depth.depth import Depth, Layout, as_depth, require_whole
+from recurrent_depth.depth import Depth, Layout, as_depth
 from recurrent_depth.embedding import Embedding
 from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.update import DepthState, add_losses

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from recurrent_depth.depth import require_instance
+from recurrent_depth.arguments import require_instance
 
 
 def module_or_identity(name: str, module: nn.Module | None, example: str = "") -> nn.Module:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.blocks import linear_cost
 from recurrent_depth.contracts import BlockCost, UpdateCost
-from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.depth import Layout
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.update import cost_of
 

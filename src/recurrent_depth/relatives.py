@@ -7,10 +7,11 @@ from functools import partial
 from beartype import beartype
 from torch import nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.behind import BehindLoop, NormEachStep
 from recurrent_depth.borrowed import Borrowed
 from recurrent_depth.builders import assemble, plain
-from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.depth import Layout
 from recurrent_depth.diagonal import DiagonalInjection, SquareMap
 from recurrent_depth.embedding import scaled_embedding
 from recurrent_depth.factorised import FactorisedEmbedding, FactorisedHead

@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.contracts import At, BlockCost, KeyValues
 from recurrent_depth.corrections import LowRank, Matrix, MatrixOf, Offset, linear_matrix, make_correctable
-from recurrent_depth.depth import require_whole
 from recurrent_depth.moments import Moment
 from recurrent_depth.numerics import at_least_float32
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.depth import require_number
+from recurrent_depth.arguments import require_number
 
 
 class RouterWeight(nn.Module, abc.ABC):
@@ -83,14 +83,3 @@ class ConstantWeight(RouterWeight):
     def forward(self, scores: Float[Tensor, "batch token out"]) -> Float[Tensor, "batch token out"]:
         """The constant."""
         return torch.full_like(scores, self.value)
-
-
-def require_coefficient(name: str, value: object) -> float:
-    """Returns the coefficient of a loss, or another rate, as a float.
-
-    Raises:
-        ValueError: if it is negative or no finite number.
-    """
-    if require_number(name, value) < 0:
-        raise ValueError(f"{name} is {value!r}, but must be at least 0; 0 leaves it out.")
-    return require_number(name, value)

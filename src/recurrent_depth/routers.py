@@ -8,9 +8,9 @@ from functools import partial
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from recurrent_depth.arguments import require_instance, require_whole
 from recurrent_depth.capacity import checked_capacities
 from recurrent_depth.contracts import Call, UpdateCost
-from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.pick import Pick, pick_chosen, pick_fewest
 from recurrent_depth.router import Router, RouterState, Routing
 from recurrent_depth.top_tokens import Choice, Limit, TopTokens, row_share

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_instance
 from recurrent_depth.contracts import Call, Tree, UpdateCost
-from recurrent_depth.depth import require_instance
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.pick import Pick
 from recurrent_depth.router import Router, RouterState, Routing

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from recurrent_depth.depth import Depth, optional_steps, require_number, require_whole
+from recurrent_depth.arguments import optional_steps, require_number, require_whole
+from recurrent_depth.depth import Depth
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, draw_poisson, expected_lack, generator_of, on_step
 
 

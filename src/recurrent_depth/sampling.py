@@ -2,13 +2,13 @@
 
 import abc
 import math
-import numbers
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from recurrent_depth.depth import Depth, optional_steps, require_whole
+from recurrent_depth.arguments import optional_steps, require_number, require_whole
+from recurrent_depth.depth import Depth
 
 
 class ExpectedDepth(NamedTuple):
@@ -126,10 +126,8 @@ class PoissonLogNormalDepth(DepthSampler):
     def __post_init__(self) -> None:
         optional_steps("grad_steps", self.grad_steps)
         require_whole("seed", self.seed)
-        if not (_is_finite(self.mean) and self.mean > 0):
-            raise ValueError(f"mean is {self.mean!r}, but must be a finite number above 0.")
-        if not (_is_finite(self.sigma) and 0 <= self.sigma <= 2):
-            raise ValueError(f"sigma is {self.sigma!r}, but must be a number from 0 to 2.")
+        require_number("mean", self.mean, above=0)
+        require_number("sigma", self.sigma, at_least=0, at_most=2)
 
     def __call__(self, draw: int) -> Depth:
         generator = generator_of(self.seed, draw)
@@ -194,7 +192,3 @@ def generator_of(seed: int, draw: int) -> random.Random:
 
 def _truncated(num_steps: int, grad_steps: int | None) -> Depth:
     return Depth(num_steps, None if grad_steps is None else min(grad_steps, num_steps))
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

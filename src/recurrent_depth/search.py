@@ -9,9 +9,10 @@ import torch
 from beartype import beartype
 
 from recurrent_depth.accounting import EXECUTED, Counting, Outline, flops, outline
+from recurrent_depth.arguments import require_number, require_whole
 from recurrent_depth.builders import UpdateFactory, gated, made
 from recurrent_depth.contracts import BlockCost, UpdateCost
-from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.depth import Layout
 from recurrent_depth.layout_costs import LayoutCosts
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.update import DepthUpdate, cost_of
@@ -138,8 +139,7 @@ def _check(
         raise ValueError(
             f"dense is a recurrent model, {dense.layout}, but must be one without recurrence: rd.dense(...)."
         )
-    if not 0 <= within < 1:
-        raise ValueError(f"within is {within}, but must be at least 0 and below 1.")
+    require_number("within", within, at_least=0, below=1)
     if max_steps is not None:
         require_whole("max_steps", max_steps, at_least=2)
     require_whole("min_prelude", min_prelude, at_least=0)

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.choice import NextTokenRule
 from recurrent_depth.decoding import extend
-from recurrent_depth.depth import require_whole
 from recurrent_depth.drafting import Speculator
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.writing import Rows, checked_request, draws_of

@@ -1,10 +1,10 @@
 """Initial states that are not the anchor."""
 
-import math
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from recurrent_depth.arguments import require_number
 
 
 class RandomState(nn.Module):
@@ -25,9 +25,8 @@ class RandomState(nn.Module):
 
     def __init__(self, std: float | int, *, in_evaluation: bool = False):
         super().__init__()
-        if not 0 <= std < math.inf:
-            raise ValueError(f"std of the initial state must be a finite number of at least 0, got {std}.")
-        self.std, self.in_evaluation = std, in_evaluation
+        self.std = require_number("std of the initial state", std, at_least=0)
+        self.in_evaluation = in_evaluation
 
     def forward(self, anchor: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
         """A state of the anchor's shape and dtype."""

@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from beartype import beartype
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.builders import UpdateFactory, grt, made, plain
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.depth import Layout
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.relaxation import RelaxedStack

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 from beartype import beartype
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.attention import Attention
 from recurrent_depth.blocks import MLP
 from recurrent_depth.builders import UpdateFactory, assemble, made, plain
 from recurrent_depth.conditioned_block import ConditionedBlock
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.depth import Layout, require_whole
+from recurrent_depth.depth import Layout
 from recurrent_depth.embedding import scaled_embedding
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.halting import HaltingUpdate

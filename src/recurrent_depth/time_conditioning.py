@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_instance, require_whole
 from recurrent_depth.contracts import Call, UpdateCost
-from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate, begun_by, cost_of

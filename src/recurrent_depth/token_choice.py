@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from recurrent_depth.arguments import require_instance, require_number
 from recurrent_depth.balance import Balance
 from recurrent_depth.contracts import Call, UpdateCost
-from recurrent_depth.depth import require_instance
 from recurrent_depth.pick import pick_fewest
 from recurrent_depth.router import Router, RouterState, Routing
 from recurrent_depth.router_scores import RouterScores
-from recurrent_depth.router_weights import RouterWeight, require_coefficient
+from recurrent_depth.router_weights import RouterWeight
 from recurrent_depth.routers import check_routed_steps
 from recurrent_depth.top_tokens import row_share, z_loss
 
@@ -57,7 +57,7 @@ class TokenChoice(Router):
         require_instance("weight", weight, RouterWeight, "rd.SoftmaxWeight()")
         _check_parts(scores, balance)
         self.scores, self.weight, self.balance = scores, weight, balance
-        self.z_loss = require_coefficient("z_loss", z_loss)
+        self.z_loss = require_number("z_loss", z_loss, at_least=0)
         self._full_depth = False
 
     @property

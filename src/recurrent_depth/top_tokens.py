@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from recurrent_depth.depth import require_instance
+from recurrent_depth.arguments import require_instance, require_number
 from recurrent_depth.router_scores import RouterScores
-from recurrent_depth.router_weights import RouterWeight, require_coefficient
+from recurrent_depth.router_weights import RouterWeight
 
 
 class Limit(NamedTuple):
@@ -75,7 +75,7 @@ class TopTokens(nn.Module):
         super().__init__()
         _check_parts(scores, weight, predictor)
         self.scores, self.weight, self.predictor = scores, weight, predictor
-        self.loss, self.z_loss = require_coefficient("loss", loss), require_coefficient("z_loss", z_loss)
+        self.loss, self.z_loss = require_number("loss", loss, at_least=0), require_number("z_loss", z_loss, at_least=0)
         if not self.loss:
             warnings.warn(
                 "loss is 0, so nothing teaches the router who is taken outside of training, where a token decides "

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from recurrent_depth.arguments import require_number, require_whole
 from recurrent_depth.checkpoint import (
     Checkpoint,
     latest_checkpoint,
@@ -13,7 +14,6 @@ from recurrent_depth.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from recurrent_depth.depth import require_whole
 from recurrent_depth.running_state import random_state
 
 __all__ = [
@@ -52,8 +52,7 @@ def parameter_groups(
             beside `scales`.
     """
     scales = dict(scales or {})
-    if not math.isfinite(weight_decay) or weight_decay < 0:
-        raise ValueError(f"weight_decay is {weight_decay}, but must be at least 0.")
+    require_number("weight_decay", weight_decay, at_least=0)
     if scales and lr is None:
         raise ValueError(f"scales is {scales}, but without lr there is nothing to scale: give lr too.")
     parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
@@ -114,5 +113,4 @@ def _check_prefix(argument: str, prefix: str, parameters: Mapping[str, nn.Parame
 def _check_scales(scales: Mapping[str, float], parameters: Mapping[str, nn.Parameter]) -> None:
     for prefix, scale in scales.items():
         _check_prefix("scales", prefix, parameters)
-        if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"scales[{prefix!r}] is {scale}, but must be above 0.")
+        require_number(f"scales[{prefix!r}]", scale, above=0)

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_instance
 from recurrent_depth.contracts import Call, Tree, UpdateCost
-from recurrent_depth.depth import require_instance
 from recurrent_depth.gate import DepthGate
 from recurrent_depth.injection import Injection
 from recurrent_depth.numerics import at_least_float32

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from recurrent_depth.arguments import require_instance, require_whole
 from recurrent_depth.checks import checked_padding, checked_tokens
 from recurrent_depth.choice import Greedy, NextTokenRule, check_logits
-from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.draw import RowStreams
 from recurrent_depth.model import RecurrentTransformer
 

@@ -5,8 +5,8 @@ from beartype import beartype
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.contracts import Call, PartCost
-from recurrent_depth.depth import require_whole
 from recurrent_depth.gate import AnchoredGate
 from recurrent_depth.injection import Injection
 from recurrent_depth.update import GatedDepthUpdate

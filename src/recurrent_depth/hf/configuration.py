@@ -9,7 +9,7 @@ from typing import Any, no_type_check
 from transformers import PreTrainedConfig
 
 import recurrent_depth as rd
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.hf.parts import Named, build, builder_of, part_of, policy_of
 from recurrent_depth.initialisation import initialise
 

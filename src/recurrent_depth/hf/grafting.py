@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from recurrent_depth.arguments import require_instance, require_whole
 from recurrent_depth.builders import UpdateFactory
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.hf.anchor_correction import corrected
 from recurrent_depth.hf.description import describe_factory, describe_part
 from recurrent_depth.hf.host_calls import HostStack

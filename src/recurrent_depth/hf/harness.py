@@ -18,7 +18,8 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel
 
-from recurrent_depth.depth import as_depth, require_whole
+from recurrent_depth.arguments import require_whole
+from recurrent_depth.depth import as_depth
 from recurrent_depth.hf.loading import load_graft
 from recurrent_depth.hf.sampled_depth import loops
 from recurrent_depth.hf.saved_settings import read_object

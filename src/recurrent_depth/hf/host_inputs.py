@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_instance, require_whole
 from recurrent_depth.checks import checked_padding, checked_tokens
-from recurrent_depth.depth import require_instance, require_whole
 from recurrent_depth.objective import IGNORED, next_token_targets, token_losses
 
 Batch = Mapping[str, Any]

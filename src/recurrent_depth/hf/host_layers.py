@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 
 HINT = "Give the list itself or its path, such as layers='model.layers'."
 

@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.core import RecurrentCore
-from recurrent_depth.depth import Depth, as_depth, require_whole
+from recurrent_depth.depth import Depth, as_depth
 from recurrent_depth.hf.cache import StepSlots
 from recurrent_depth.hf.host_calls import HostCall
 from recurrent_depth.hf.own_layers import OwnLayers

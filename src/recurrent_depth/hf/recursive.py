@@ -8,10 +8,10 @@ import torch
 from beartype import beartype
 from torch import nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.builders import plain
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.dense_start import TiedStart, average_start
-from recurrent_depth.depth import require_whole
 from recurrent_depth.hf.alike import check_alike
 from recurrent_depth.hf.grafting import host_layers, plant
 from recurrent_depth.hf.host_layers import check_core

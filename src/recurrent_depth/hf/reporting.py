@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.hf.grafting import is_graft
 from recurrent_depth.hf.host_inputs import HostInputs, next_token_losses, require_decoder, require_model
 from recurrent_depth.hf.host_layers import find_layers

@@ -8,7 +8,7 @@ from typing import Any
 from beartype import beartype
 from torch import nn
 
-from recurrent_depth.depth import require_whole
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.hf.dropping import drop_layers
 from recurrent_depth.hf.grafting import graft, host_layers
 from recurrent_depth.hf.host_layers import check_core, state_width

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from recurrent_depth.arguments import require_instance
 from recurrent_depth.builders import called, gated
-from recurrent_depth.depth import require_instance
 from recurrent_depth.initialisation import start_weights
 from recurrent_depth.injection import Injection
 from recurrent_depth.update import DepthUpdate, cost_of
