@@ -340,7 +340,9 @@ def test_greedy_refuses_a_penalty_out_of_range(value):
 
 
 def test_a_refusal_names_argument_value_and_range():
-    with pytest.raises(ValueError, match=r"top_p is 1.5, but must be a finite number of at least 1e-30 and at most 1\."):
+    with pytest.raises(
+        ValueError, match=r"top_p is 1.5, but must be a finite number of at least 1e-30 and at most 1\."
+    ):
         Sampling(top_p=1.5)
     with pytest.raises(ValueError, match=r"top_k is 0, but must be a whole number of at least 1\."):
         Sampling(top_k=0)

@@ -148,7 +148,7 @@ def test_the_start_knows_nothing_of_the_anchor_but_its_shape():
 
 @pytest.mark.parametrize("std", [-0.1, math.nan, math.inf])
 def test_an_impossible_deviation_is_refused(std):
-    with pytest.raises(ValueError, match="std of the initial state is .*, but must be a finite number of at least 0"):
+    with pytest.raises(ValueError, match=r"std of the initial state is .*, but must be a finite number of at least 0"):
         tiny(partial(rd.huginn, state_std=std))
 
 
