@@ -332,8 +332,14 @@ def test_capacities_fall_along_a_cosine():
     "build, words",
     [
         (lambda: rd.expert_choice(8, 3, capacities=(1, 0.5, 0.6)), r"capacities\[2\] is 0.6, above the 0.5"),
-        (lambda: rd.expert_choice(8, 2, capacities=(1.5, 0.5)), r"capacities\[0\] is 1.5, but must be above 0"),
-        (lambda: rd.expert_choice(8, 2, capacities=(1, 0.0)), r"capacities\[1\] is 0.0, but must be above 0"),
+        (
+            lambda: rd.expert_choice(8, 2, capacities=(1.5, 0.5)),
+            r"capacities\[0\] is 1.5, but must be a finite number",
+        ),
+        (
+            lambda: rd.expert_choice(8, 2, capacities=(1, 0.0)),
+            r"capacities\[1\] is 0.0, but must be a finite number",
+        ),
         (lambda: rd.expert_choice(8, 2, capacities=(1, math.nan)), r"capacities\[1\] is nan"),
         (lambda: rd.expert_choice(8, 2, capacities=()), "capacities is empty"),
         (lambda: rd.expert_choice(8, 3, capacities=(1, 0.5)), "capacities has 2 shares, but must have one for each of"),
@@ -341,8 +347,14 @@ def test_capacities_fall_along_a_cosine():
         (lambda: rd.CosineCapacities((0.5, 1), 10), "must not rise"),
         (lambda: rd.CosineCapacities((1, 0.5), 0), "warmup"),
         (lambda: rd.falling_capacities(0), "num_steps"),
-        (lambda: rd.every_other(8, 4, capacity=0.0), "capacity is 0.0, but must be above 0 and at most 1"),
-        (lambda: rd.every_other(8, 4, capacity=1.1), "capacity is 1.1, but must be above 0 and at most 1"),
+        (
+            lambda: rd.every_other(8, 4, capacity=0.0),
+            "capacity is 0.0, but must be a finite number above 0 and at most 1",
+        ),
+        (
+            lambda: rd.every_other(8, 4, capacity=1.1),
+            "capacity is 1.1, but must be a finite number above 0 and at most 1",
+        ),
         (lambda: rd.every_other(8, 4, every=0), "every"),
         (lambda: rd.LinearScores(8, temperature=0.0), "temperature of the router is 0.0, but must be a finite number"),
         (lambda: rd.MLPScores(8, hidden=0), "hidden"),

@@ -8,6 +8,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.contracts import At, BlockCost
 from recurrent_depth.moments import Moment
 from recurrent_depth.numerics import at_least_float32
@@ -174,10 +175,9 @@ def _asked_twice(queries: Tensor) -> Tensor:
 
 
 def check_heads(dim: int, num_heads: int, num_kv_heads: int) -> None:
-    """Raises a ValueError where heads don't divide the width, or the groups the heads."""
+    """Raises a ValueError where one is no whole number of at least 1, or one does not divide the other."""
     for name, value in (("dim", dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
+        require_whole(name, value, at_least=1)
     if dim % num_heads:
         raise ValueError(f"dim must be divisible by num_heads, got dim={dim} and num_heads={num_heads}.")
     if num_heads % num_kv_heads:

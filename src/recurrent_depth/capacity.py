@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import require_number, require_whole
 
 
 def falling_capacities(num_steps: int) -> tuple[float, ...]:
@@ -26,12 +26,11 @@ def checked_capacities(capacities: Sequence[float | int]) -> tuple[float, ...]:
     """
     if not isinstance(capacities, Sequence) or isinstance(capacities, str):
         raise ValueError(f"capacities is {capacities!r}, but must be a list with a share for each step.")
-    found = tuple(float(capacity) for capacity in capacities)
+    named = ((f"capacities[{step}]", capacity) for step, capacity in enumerate(capacities))
+    found = tuple(require_number(name, capacity, above=0, at_most=1) for name, capacity in named)
     if not found:
         raise ValueError("capacities is empty, but needs a share for each step.")
     for step, capacity in enumerate(found):
-        if not 0 < capacity <= 1:
-            raise ValueError(f"capacities[{step}] is {capacity}, but must be above 0 and at most 1.")
         if capacity > found[max(step - 1, 0)]:
             raise ValueError(
                 f"capacities[{step}] is {capacity}, above the {found[step - 1]} of the step before, but capacities "

@@ -7,7 +7,7 @@ from beartype import beartype
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import require_number, require_whole
 from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
@@ -41,9 +41,7 @@ class DampedUpdate(DepthUpdate):
 
     def __init__(self, share: float = 0.5):
         super().__init__()
-        if not 0 <= share <= 1:
-            raise ValueError(f"share must be from 0 to 1, got {share}.")
-        self.share = share
+        self.share = require_number("share", share, at_least=0, at_most=1)
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The anchor, and the length of a step."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import require_number, require_whole
 from recurrent_depth.attention import Attention, Rotary, check_heads
 from recurrent_depth.blocks import MLP, Block, SwiGLU, TransformerBlock
 from recurrent_depth.embedding import Embedding, Head, PositionedEmbedding, TiedHead, TokenEmbedding
@@ -60,7 +60,7 @@ class GPT2Form(Form):
     arrangement: Arrangement = PreNorm
 
     def __post_init__(self):
-        check_heads(require_whole("dim", self.dim, 1), require_whole("num_heads", self.num_heads, 1), 1)
+        check_heads(self.dim, self.num_heads, 1)
 
     def block(self) -> Block:
         """Attention and MLP on residuals."""
@@ -110,13 +110,10 @@ class LlamaForm(Form):
     arrangement: Arrangement = PreNorm
 
     def __post_init__(self):
-        sizes = {"dim": self.dim, "num_heads": self.num_heads}
-        given = {"num_kv_heads": self.num_kv_heads, "hidden": self.hidden}
-        for name, value in (sizes | {name: value for name, value in given.items() if value is not None}).items():
-            require_whole(name, value, at_least=1)
-        check_heads(self.dim, self.num_heads, self.num_kv_heads or self.num_heads)
-        if not self.rotary_base > 0:
-            raise ValueError(f"rotary_base is {self.rotary_base}, but must be above 0.")
+        check_heads(self.dim, self.num_heads, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
+        if self.hidden is not None:
+            require_whole("hidden", self.hidden, at_least=1)
+        require_number("rotary_base", self.rotary_base, above=0)
         if self.dim // self.num_heads % 2:
             raise ValueError(f"Rotary positions need an even head size, got {self.dim} / {self.num_heads}.")
 

@@ -4,6 +4,7 @@ import math
 
 from torch import nn
 
+from recurrent_depth.arguments import require_number
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.residual import ResidualProjection
 from recurrent_depth.weight_start import WeightStart
@@ -28,8 +29,8 @@ def initialise(model: RecurrentTransformer, *, std: float | None = None, residua
         ValueError: if a standard deviation is not above 0.
     """
     for name, value in (("std", std), ("residual_std", residual_std)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}, but must be above 0.")
+        if value is not None:
+            require_number(name, value, above=0)
     start = model.weight_start if std is None else model.weight_start._replace(std=std)
     start_weights(model, start)
     narrow = start.std / math.sqrt(2 * model.layout.executed) if residual_std is None else residual_std

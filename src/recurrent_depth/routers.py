@@ -8,7 +8,7 @@ from functools import partial
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from recurrent_depth.arguments import require_instance, require_whole
+from recurrent_depth.arguments import require_instance, require_number, require_whole
 from recurrent_depth.capacity import checked_capacities
 from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.pick import Pick, pick_chosen, pick_fewest
@@ -115,9 +115,8 @@ class MixtureOfDepths(Router):
     ):
         super().__init__()
         _check_choose(choose)
-        if not 0 < capacity <= 1:
-            raise ValueError(f"capacity is {capacity}, but must be above 0 and at most 1.")
-        self.choose, self.capacity, self.every = choose, capacity, require_whole("every", every, at_least=1)
+        self.capacity = require_number("capacity", capacity, above=0, at_most=1)
+        self.choose, self.every = choose, require_whole("every", every, at_least=1)
         self.most = (choose.scores.num_routers + 1) * self.every - 1 if num_steps is None else self._full(num_steps)
 
     def _full(self, num_steps: int) -> int:

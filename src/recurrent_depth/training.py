@@ -83,8 +83,7 @@ def warmup_cosine(num_steps: int, warmup_steps: int, floor: float = 0.1) -> Call
     warmup_steps = require_whole("warmup_steps", warmup_steps, at_least=0)
     if warmup_steps > num_steps:
         raise ValueError(f"warmup_steps is {warmup_steps}, but must be at most num_steps, {num_steps}.")
-    if not 0 <= floor <= 1:
-        raise ValueError(f"floor is {floor}, but must be a share of the learning rate, from 0 to 1.")
+    require_number("floor", floor, at_least=0, at_most=1)
 
     def factor(step: int) -> float:
         if step < warmup_steps:
