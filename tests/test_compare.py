@@ -1294,9 +1294,22 @@ def test_a_puzzle_is_trained_and_measured_at_every_depth(tmp_path):
     Running(comparison, Run("grt", 3e-3, 0, 1), tmp_path).finish()
     [found] = outcome(tmp_path, Run("grt", 3e-3, 0, 1))
     assert np.array(found["measured"]["accuracy"]).shape == (16, 2)
-    assert "open" in comparison.publish(comparison, tmp_path, tmp_path / "published")
+    published = comparison.publish(comparison, tmp_path, tmp_path / "published")
+    assert "| GRT, bias 0 | 2 steps | 0 of 2 | open | open |" in published  # its rate is not known yet
     with pytest.raises(ValueError, match="reads no text"):
         comparison.data.reading(tmp_path)
+
+
+def test_a_puzzle_is_told_for_each_budget(tmp_path):
+    comparison = panel(PointerChasing(num_nodes=4, max_hops=2, num_questions=2))
+    comparison = comparison._replace(protocol=comparison.protocol._replace(budgets=(2, 4, 6), warmup=1, rates=(3e-3,)))
+    Running(comparison, Run("grt", 3e-3, 0, 2), tmp_path).finish()
+    published = comparison.publish(comparison, tmp_path, tmp_path / "published").splitlines()
+    results = outcome(tmp_path, Run("grt", 3e-3, 0, 2))
+    for budget, found in zip((2, 4), results, strict=True):
+        accuracy = " | ".join(f"{value:.3f}" for value in found["measured"]["accuracy"][7])
+        assert f"| GRT, bias 0 | {budget} steps | 1 of 2 | {accuracy} |" in published
+    assert "| GRT, bias 0 | 6 steps | 0 of 2 | open | open |" in published
 
 
 def test_a_puzzle_refuses_an_objective_of_its_own(tmp_path):

@@ -179,7 +179,7 @@ def plan() -> tuple[Trials | Full, ...]:
     )
     varied = (*WHAT_HOLDS_BACK, *ABLATIONS, *SPLITS)
     short, further = ([Full(name, 0, most) for name in varied] for most in (1, 2))
-    first += short[: len(WHAT_HOLDS_BACK)]
+    first += [Full(name, 0) for name in ("grt-one-step", *FULL_DEPTH)]
     seeds = [Full(name, seed) for seed in (1, 2) for name in FIRST]
     longer = [Full(name, seed) for seed in (0, 1) for name in (*RELATIVES, *ISOPARAMS, *ABLATIONS, *SPLITS, *MORE)]
     return (*first, *relatives, *short, *same_size, *further, *more, *seeds, *longer)

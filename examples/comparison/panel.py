@@ -45,49 +45,65 @@ def publish(comparison: Comparison, out: Path, folder: Path) -> str:
     return text
 
 
-def _accuracies(comparison: Comparison, out: Path) -> dict[str, dict]:
-    """The mean over seeds of (depth, hops), by method; of those that are done."""
-    found, last = {}, len(comparison.protocol.budgets)
-    for name in comparison.methods:
-        rate = best_rate(comparison, out, name)
-        runs = [] if rate is None else [Run(name, rate, seed, last) for seed in SEEDS]
-        results = [read_result(comparison, out, run, comparison.protocol.budgets[-1]) for run in runs]
-        done = [result for result in results if result is not None]
-        measured = [result["measured"] for result in done if score(comparison, result) < math.inf]
-        found[name] = {"num_seeds": len(measured), "num_diverged": len(done) - len(measured)}
-        if measured:
-            mean = np.mean([one["accuracy"] for one in measured], axis=0).tolist()
-            found[name] |= {"accuracy": mean, "full": measured[0]["full"]}
-    return {name: one for name, one in found.items() if one["num_seeds"] or one["num_diverged"]}
+def _accuracies(comparison: Comparison, out: Path) -> dict[str, dict[int, dict]]:
+    """The mean over seeds of (depth, hops), by method and budget; of those that are done."""
+    budgets = comparison.protocol.budgets
+    found = {
+        name: {budget: _accuracy(comparison, out, name, budget) for budget in budgets} for name in comparison.methods
+    }
+    some = {name: {budget: one for budget, one in of.items() if _has_run(one)} for name, of in found.items()}
+    return {name: of for name, of in some.items() if of}
 
 
-def _table(comparison: Comparison, done: dict[str, dict]) -> str:
+def _accuracy(comparison: Comparison, out: Path, name: str, budget: int) -> dict:
+    rate, last = best_rate(comparison, out, name), len(comparison.protocol.budgets)
+    runs = [] if rate is None else [Run(name, rate, seed, last) for seed in SEEDS]
+    results = [read_result(comparison, out, run, budget) for run in runs]
+    done = [result for result in results if result is not None]
+    measured = [result["measured"] for result in done if score(comparison, result) < math.inf]
+    counted = {"num_seeds": len(measured), "num_diverged": len(done) - len(measured)}
+    if not measured:
+        return counted
+    mean = np.mean([one["accuracy"] for one in measured], axis=0).tolist()
+    return {**counted, "accuracy": mean, "full": measured[0]["full"]}
+
+
+def _has_run(one: dict) -> bool:
+    return one["num_seeds"] + one["num_diverged"] > 0
+
+
+def _table(comparison: Comparison, done: dict[str, dict[int, dict]]) -> str:
     hops = range(1, _puzzle(comparison).max_hops + 1)
-    lines = ["| method, at full depth | seeds | " + " | ".join(f"k = {k}" for k in hops) + " |"]
-    lines.append("|" + " --- |" * (len(hops) + 2))
+    lines = ["| method, at full depth | trained for | seeds | " + " | ".join(f"k = {k}" for k in hops) + " |"]
+    lines.append("|" + " --- |" * (len(hops) + 3))
     for name, method in comparison.methods.items():
-        one = done.get(name, {"num_seeds": 0, "num_diverged": 0})
-        none = "diverged" if one["num_diverged"] == len(SEEDS) else "open"
-        accuracy = one["accuracy"][one["full"] - 1] if "accuracy" in one else [none] * len(hops)
-        cells = [value if isinstance(value, str) else f"{value:.3f}" for value in accuracy]
-        diverged = f", {one['num_diverged']} diverged" if one["num_diverged"] else ""
-        lines.append(f"| {method.label} | {one['num_seeds']} of {len(SEEDS)}{diverged} | " + " | ".join(cells) + " |")
+        for budget in comparison.protocol.budgets:
+            one = done.get(name, {}).get(budget, {"num_seeds": 0, "num_diverged": 0})
+            none = "diverged" if one["num_diverged"] == len(SEEDS) else "open"
+            accuracy = one["accuracy"][one["full"] - 1] if "accuracy" in one else [none] * len(hops)
+            cells = [value if isinstance(value, str) else f"{value:.3f}" for value in accuracy]
+            diverged = f", {one['num_diverged']} diverged" if one["num_diverged"] else ""
+            seeds = f"{one['num_seeds']} of {len(SEEDS)}{diverged}"
+            lines.append(f"| {method.label} | {budget:,} steps | {seeds} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _drawn(comparison: Comparison, done: dict[str, dict]) -> Figure:
+def _drawn(comparison: Comparison, done: dict[str, dict[int, dict]]) -> Figure:
+    budgets, puzzle = comparison.protocol.budgets, _puzzle(comparison)
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
-        for number, (name, one) in enumerate((name, one) for name, one in done.items() if one["num_seeds"]):
-            _draw_one(left, right, comparison.methods[name].label, one, look(number))
-        puzzle = _puzzle(comparison)
-        for axes in (left, right):
-            axes.axhline(puzzle.chance(), color="gray", linestyle=":")
-        left.set(xlabel="steps k that the question asks for", ylabel="accuracy", title=f"{puzzle.name()}, full depth")
-        right.set(xlabel="steps of the loop taken", title="mean over k; rings at full depth")
-        if any(one["num_seeds"] for one in done.values()):
-            left.legend(edgecolor="none")
+        figure = Figure(figsize=(11, 4.2 * len(budgets)), layout="constrained")
+        rows = figure.subplots(len(budgets), 2, sharey=True, squeeze=False)
+        for budget, (left, right) in zip(budgets, rows, strict=True):
+            for number, (name, of) in enumerate(done.items()):
+                if of.get(budget, {}).get("num_seeds"):
+                    _draw_one(left, right, comparison.methods[name].label, of[budget], look(number))
+            for axes in (left, right):
+                axes.axhline(puzzle.chance(), color="gray", linestyle=":")
+            trained = f"{puzzle.name()}, {budget:,} optimizer steps"
+            left.set(xlabel="steps k that the question asks for", ylabel="accuracy", title=f"{trained}: full depth")
+            right.set(xlabel="steps of the loop taken", title="mean over k; rings at full depth")
+            if left.get_legend_handles_labels()[0]:
+                left.legend(edgecolor="none")
         return figure
 
 
