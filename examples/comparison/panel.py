@@ -9,12 +9,13 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from comparison.figures import STYLE, as_png, look
 from comparison.language import FIRST
 from comparison.parts import Comparison, Full, Protocol, Run, Trials
 from comparison.planning import best_rate, read_result, score
-from comparison.publishing import cell_files, write
+from comparison.publishing import cell_files, what_ran, write
 from comparison.puzzles import Puzzle, PuzzleData
 
 SEEDS = (0, 1)
@@ -39,7 +40,8 @@ def panel(puzzle: Puzzle) -> Comparison:
 def publish(comparison: Comparison, out: Path, folder: Path) -> str:
     """Writes accuracy by steps asked for and steps taken: a table, JSON, a plot. Returns the table."""
     cells, done = cell_files(comparison, out), _accuracies(comparison, out)
-    text, told = _table(comparison, done), json.dumps(done, indent=1) + "\n"
+    text = what_ran(comparison, out, len(cells)) + "\n\n" + _table(comparison, done)
+    told = json.dumps(done, indent=1) + "\n"
     plot = as_png(_drawn(comparison, done))
     write(folder, {"tables.md": text, "results.json": told, "accuracy.png": plot, **cells})
     return text
@@ -99,6 +101,7 @@ def _drawn(comparison: Comparison, done: dict[str, dict[int, dict]]) -> Figure:
                     _draw_one(left, right, comparison.methods[name].label, of[budget], look(number))
             for axes in (left, right):
                 axes.axhline(puzzle.chance(), color="gray", linestyle=":")
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             trained = f"{puzzle.name()}, {budget:,} optimizer steps"
             left.set(xlabel="steps k that the question asks for", ylabel="accuracy", title=f"{trained}: full depth")
             right.set(xlabel="steps of the loop taken", title="mean over k; rings at full depth")

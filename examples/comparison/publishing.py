@@ -62,6 +62,11 @@ def _cell(comparison: Comparison, out: Path, run: Run) -> dict[str, Any]:
     return {"run": run._asdict(), "budgets": budgets, "first_losses": [round(loss, 5) for loss in first]}
 
 
+def what_ran(comparison: Comparison, out: Path, num_cells: int) -> str:
+    """How many runs, their time, and the machine's size."""
+    return f"{num_cells} runs, {_hours(comparison, out):.1f} core-hours of steps. {_machine()}"
+
+
 def _hours(comparison: Comparison, out: Path) -> float:
     """What all steps took of one core."""
     names = {run.name for run in known_runs(comparison, out)}
@@ -79,8 +84,7 @@ def _report(comparison: Comparison, out: Path, table: Table, num_cells: int) -> 
         "By exit": tables.exits_table(comparison, table),
         "Learning rates": tables.trials_table(comparison, table),
     }
-    ran = f"{num_cells} runs, {_hours(comparison, out):.1f} core-hours of steps. {_machine()}"
-    head = [*_text(out), ran]
+    head = [*_text(out), what_ran(comparison, out, num_cells)]
     return "\n\n".join([" ".join(head), *(f"## {title}\n\n{part.strip()}" for title, part in parts.items())]) + "\n"
 
 

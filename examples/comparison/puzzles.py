@@ -1,4 +1,4 @@
-"""Tasks whose answers take as many steps in a row as the question says: where depth is needed, and how much of it."""
+"""Tasks that take more depth, the more steps a question asks for."""
 
 import abc
 from dataclasses import dataclass
