@@ -90,7 +90,7 @@ FIRST = {
 RELATIVES = {
     "huginn": Method("Huginn, heavy tail", partial(rd.huginn, GATED, form=rd.GPT2Form), heavy_tail, init_std=None),
     "mor": Method("MoR, expert choice", partial(rd.mor, PLAIN), full_depth),
-    "rrt": Method("RRT, rank 4", partial(rd.rrt, NAIVE, rank=4)),
+    "rrt": Method("RRT, rank 4", partial(rd.rrt, NAIVE, rank=4), full_depth),
     "ouro": Method("Ouro", partial(rd.ouro, NAIVE, form=sandwich), full_depth, learned_exits, every_step_cost),
 }
 ISOPARAMS = {
@@ -100,13 +100,13 @@ ISOPARAMS = {
 MORE = {
     "mod": Method("MoD", partial(rd.mod, PLAIN), full_depth),
     "universal": Method("Universal Transformer, ACT", partial(rd.universal, NAIVE), full_depth, init_std=None),
-    "albert": Method("ALBERT", partial(rd.albert, 12, inner_dim=32)),
+    "albert": Method("ALBERT", partial(rd.albert, 12, inner_dim=32), full_depth),
     "parcae": Method("Parcae", partial(rd.parcae, PLAIN, form=rd.GPT2Form), per_row),
     "mesh": Method("MeSH", partial(rd.mesh, PLAIN), full_depth),
     "loopformer": Method(
         "LoopFormer", partial(rd.loopformer, NAIVE), shorter, rd.WithConsistency, both_runs, separate_exits
     ),
-    "ple": Method("embeddings per step", partial(rd.ple, NAIVE, size=16)),
+    "ple": Method("embeddings per step", partial(rd.ple, NAIVE, size=16), full_depth),
 }
 ABLATIONS = {
     "naive-full-depth": Method("naive loop, always full depth", partial(rd.naive, NAIVE), full_depth, rate_of="naive"),
@@ -148,6 +148,8 @@ PAIRS = (
     ("naive-full-depth", "three-blocks"),
     ("grt-full-depth", "three-blocks"),
     ("grt-full-depth", "naive-full-depth"),
+    ("grt-full-depth", "grt-one-step"),
+    ("rrt", "naive-full-depth"),
     ("grt", "grt-one-step"),
     ("grt", "grt-no-noise"),
     ("grt", "grt-init-0.02"),
