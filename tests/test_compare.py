@@ -983,12 +983,12 @@ def legend(axes) -> list[str]:
 
 
 def test_exits_of_one_budget_share_a_panel_of_their_own(tiny, uneven):
-    left, right = figures.drawn(tiny[0], uneven)["exits"].axes
-    assert (left.get_title(), right.get_title()) == ("trained on 0.00016 M tokens", "trained on 0.00032 M tokens")
-    ends = [sorted(float(line.get_ydata()[-1]) for line in axes.lines) for axes in (left, right)]
+    upper, lower = figures.drawn(tiny[0], uneven)["exits"].axes
+    assert (upper.get_title(), lower.get_title()) == ("trained on 0.00016 M tokens", "trained on 0.00032 M tokens")
+    ends = [sorted(float(line.get_ydata()[-1]) for line in axes.lines) for axes in (upper, lower)]
     assert ends == [pytest.approx([2.05, 2.25, 2.3]), pytest.approx([1.5, 1.7])]  # the mean over seeds
-    assert legend(right) == [row.label for row in uneven.rows.values()]
-    for axes in (left, right):
+    assert legend(upper) == [row.label for row in uneven.rows.values()]
+    for axes in (upper, lower):
         assert all(tick == round(tick) for tick in axes.get_xticks())
 
 

@@ -94,8 +94,8 @@ def _by_exit(rows: list[Row], budgets: list[str]) -> Figure:
         groups = {at: row.budgets[number] for at, row in enumerate(rows) if row.budgets[number]}
         _exits(axes, {at: _mean_exits(group) for at, group in groups.items()})
         axes.set_title(f"trained on {budgets[number]}")
-    panels[0].set_ylabel(SCORE)
-    _legend(panels[-1], [_key(row.label, **look(number)) for number, row in enumerate(rows)])
+        axes.set_ylabel(SCORE)
+    _legend(panels[0], [_key(row.label, **look(number)) for number, row in enumerate(rows)])
     return figure
 
 
@@ -142,10 +142,10 @@ def _difference(axes: Axes, more: Estimate, at: float, color: str) -> None:
 
 
 def _figure(rows: list[Row], num_panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """Tall enough for a legend, or an axis, that names all rows."""
+    """Panels below each other; tall enough for a legend, or an axis, that names all rows."""
     panels = max(1, num_panels)
-    figure = Figure(figsize=(4.5 + 4 * panels, max(5.2, 1 + 0.22 * len(rows))), layout="constrained")
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+    figure = Figure(figsize=(8.5, max(5.2, 4.2 * panels, 1 + 0.22 * len(rows))), layout="constrained")
+    return figure, list(figure.subplots(panels, 1, squeeze=False)[:, 0])
 
 
 def _logarithmic(axes: Axes) -> None:
@@ -167,4 +167,4 @@ def _key(label: str, **looks: Any) -> Line2D:
 def _legend(axes: Axes, keys: Sequence[Any]) -> None:
     """Beside the axes, where it covers nothing."""
     if keys:
-        axes.legend(handles=keys, fontsize="small", edgecolor="none", loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.legend(handles=keys, fontsize="small", edgecolor="none", loc="upper left", bbox_to_anchor=(1, 1))
