@@ -79,6 +79,7 @@ def both_runs(model: rd.RecurrentTransformer, depth: rd.Depth, length: int) -> f
 
 every_step_cost = partial(cost, every_step=True)
 sandwich = partial(rd.GPT2Form, arrangement=rd.BranchSandwich)
+ouro = partial(rd.ouro, NAIVE, form=sandwich)
 halted_gate = partial(rd.halted, inner=open_gate, bias=-3.0)
 
 FIRST = {
@@ -91,7 +92,7 @@ RELATIVES = {
     "huginn": Method("Huginn, heavy tail", partial(rd.huginn, GATED, form=rd.GPT2Form), heavy_tail, init_std=None),
     "mor": Method("MoR, expert choice", partial(rd.mor, PLAIN), full_depth),
     "rrt": Method("RRT, rank 4", partial(rd.rrt, NAIVE, rank=4), full_depth),
-    "ouro": Method("Ouro", partial(rd.ouro, NAIVE, form=sandwich), full_depth, learned_exits, every_step_cost),
+    "ouro-every-exit": Method("Ouro, all exits alike", ouro, full_depth, every_exit, every_step_cost),
 }
 ISOPARAMS = {
     "grt-isoparams": grt(rd.Layout(1, 10, 2, 1), label="GRT, isoPARAMS", rate_of=None),
@@ -121,6 +122,7 @@ ABLATIONS = {
     "grt-no-noise": grt(update=partial(open_gate, state_noise=0.0, gate_noise=0.0), label="GRT without noise"),
     "grt-init-0.02": grt(init_std=0.02, label="GRT, weights from N(0, 0.02²)"),
     "grt-act": grt(update=halted_gate, sampler=full_depth, label="gate × ACT"),
+    "ouro": Method("Ouro, learned exit", ouro, full_depth, learned_exits, every_step_cost, rate_of="ouro-every-exit"),
     "grt-every-exit": grt(
         sampler=full_depth, objective=every_exit, cost=every_step_cost, label="GRT, a loss at every exit"
     ),
@@ -153,7 +155,8 @@ PAIRS = (
     ("grt", "grt-one-step"),
     ("grt", "grt-no-noise"),
     ("grt", "grt-init-0.02"),
-    *(("grt", other) for other in ("huginn", "mor", "rrt", "ouro")),
+    *(("grt", other) for other in RELATIVES),
+    ("ouro", "ouro-every-exit"),
     ("grt-isoparams", "dense-12"),
     ("grt-isoparams", "naive-isoparams"),
     ("ladder-ends", "naive"),
