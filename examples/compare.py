@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import torch
 import tyro
-from comparison.checking import check, check_methods
+from comparison.checking import check, check_methods, check_steps
 from comparison.loading import load_cells
 from comparison.locking import BusyError
 from comparison.parts import Comparison, Trials
-from comparison.planning import find_run, results, runs_of
+from comparison.planning import find_run, results, runs_of, unfinished
 from comparison.running import Running
 from comparison.stopping import StoppedError, stop_request
 from comparison.verifying import verify
@@ -39,8 +39,8 @@ class Arguments(NamedTuple):
     """A file of cells, or a Python module."""
     text: Path | None = None
     """A folder of text files. By default the Python standard library's own sources."""
-    jobs: int = 1
-    """Runs side by side, each on one core."""
+    jobs: int = os.cpu_count() or 1
+    """Runs side by side, each on one core; by default as many as there are cores."""
     nice: int = 19
     """Added to the niceness of the processes; 19 yields to everything else that runs on the machine."""
     publish: Path | None = None
@@ -153,6 +153,7 @@ def train_missing(comparison: Comparison, arguments: Arguments) -> int:
     """Trains all that is missing, each run in a process of its own; returns the exit code."""
     comparison.data.open(arguments.out / "text")
     require_trials(comparison, arguments.out)
+    check_steps(comparison, unfinished(comparison, arguments.out))
     with stop_request() as stop:
         failed = work(comparison, arguments.out, sys.argv, jobs=arguments.jobs, say=_say, stop=stop)
     if failed:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
+import jaxtyping
 import pytest
 import torch
 from program_text import TEXT
@@ -52,6 +53,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seed() -> None:
     """Weights and noise come from the global RNG: every test starts it at the same place."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the hook of the tests, which would name a wrong type or shape before the library does."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

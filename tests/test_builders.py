@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jaxtyping
 import pytest
 import torch
 from battery import tiny
@@ -41,12 +40,6 @@ def test_a_router_that_is_made_already_is_refused(build):
 def test_a_combination_that_is_made_already_is_refused():
     with pytest.raises(ValueError, match=r"combine must be .*rd.Interpolate; got AddWeighted, which is made"):
         tiny(rd.mor, combine=rd.AddWeighted())
-
-
-@pytest.fixture
-def as_a_user_runs_it(monkeypatch):
-    """Without the hook of the tests, which would name a wrong type before the library does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 class Own(Recorded):

@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import NamedTuple
 from unittest.mock import patch
 
-import jaxtyping
 import pytest
 import torch
 from battery import gradients, lively, tiny
@@ -608,12 +607,6 @@ def test_parts_that_cannot_be_are_refused_by_name(make, message):
 
 
 # Bad input
-
-
-@pytest.fixture
-def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch):
-    """Without the hook of the tests, which would name a wrong shape before the library does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def other(**changes):

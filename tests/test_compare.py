@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 # isort: split
 import compare
 from comparison import figures, planning, running, statistics, tables, working
-from comparison.checking import check, check_methods
+from comparison.checking import check, check_methods, check_steps
 from comparison.collecting import Row, Table, collect
 from comparison.describing import described
 from comparison.language import COMPARISON as LANGUAGE
@@ -202,6 +202,9 @@ def test_a_result_that_was_deleted_is_measured_again_from_its_cooldown_alone(tin
         {"rates": (-1e-3,)},
         {"weight_decay": -1.0},
         {"clip": 0.0},
+        {"clip": "1"},
+        {"cooldown": "0.2"},
+        {"rates": ("a",)},
     ],
 )
 def test_an_impossible_protocol_is_refused(tiny, tmp_path, changed):
@@ -1156,6 +1159,43 @@ def test_a_method_that_cannot_be_built_is_refused_before_any_run(part, given, to
     broken = COMPARISON.methods["every"]._replace(**{part: given})
     with pytest.raises(ValueError, match=rf"^{part} of method 'every' fails: .*{told}"):
         check_methods(COMPARISON._replace(methods={**COMPARISON.methods, "every": broken}))
+
+
+def exits_of_one_text(model, tokens, num_steps):
+    yield model(tokens[:1], 1)
+
+
+FAILS_IN_A_STEP = {
+    "without every_step": ({"objective": partial(rd.WithObjective, objective=rd.every_step_loss)}, "every_step=True"),
+    "rows": ({"sampler": lambda model, seed: rd.PoissonDepthPerRow(2.0, 7, None)}, "rows|batch"),
+    "no loss": ({"objective": lambda model: lambda tokens, depth: model(tokens)}, "must give a loss, .* got shape"),
+    "exits": ({"exits": exits_of_one_text}, r"must give logits \(2, 16, 300\) after each step, got shape \(1, 16"),
+}
+
+
+@pytest.mark.parametrize("changed, told", FAILS_IN_A_STEP.values(), ids=FAILS_IN_A_STEP)
+def test_a_method_that_fails_in_a_step_is_refused_before_any_run(tiny, out, changed, told):
+    comparison, _ = tiny
+    comparison.data.open(out / "text")
+    check_steps(comparison, comparison.methods)
+    broken = comparison.methods["every"]._replace(**changed)
+    [part] = changed if "sampler" not in changed else ["objective"]
+    with pytest.raises(ValueError, match=f"^{part} of method 'every' .*(?:{told})"):
+        check_steps(comparison._replace(methods={**comparison.methods, "every": broken}), ["grt", "every"])
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({"methods": {"dense": partial(rd.dense, 3)}}, "method 'dense' is .*must be a Method"),
+        ({"methods": {**COMPARISON.methods, "a/b": GRT_METHOD}}, "method 'a/b' names files too"),
+        ({"plan": ("grt",)}, r"plan holds 'grt', but must be of Trials\(name\) and Full\(name, seed\)"),
+        ({"pairs": (("grt", "dense", "blocks"),)}, r"pairs holds \('grt', 'dense', 'blocks'\), but each must be"),
+    ],
+)
+def test_what_is_no_method_cell_or_pair_is_refused(changed, told):
+    with pytest.raises(ValueError, match=told):
+        check(COMPARISON._replace(**changed))
 
 
 @pytest.mark.parametrize("asked", [{}, {"status": True}, {"only": GRT.name}, {"verify": Path("cell.json")}])

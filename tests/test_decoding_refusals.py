@@ -2,21 +2,16 @@
 
 from functools import partial
 
-import jaxtyping
 import pytest
 import torch
 from battery import lively, tiny
-from user_parts import Recorded
+from user_parts import Answering, Recorded
 
 import recurrent_depth as rd
 
 X = torch.randint(23, (2, 6), generator=torch.Generator().manual_seed(0))
 
-
-@pytest.fixture(autouse=True)
-def as_a_user_runs_it(monkeypatch):
-    # The tests' type-checking hook would refuse some of this first.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+pytestmark = pytest.mark.usefixtures("as_a_user_runs_it")
 
 
 def model() -> rd.RecurrentTransformer:
@@ -90,21 +85,13 @@ def test_a_mask_that_contradicts_the_past_is_refused_and_the_cache_stays():
         assert rd.extend(made, X[:, 4:5], cache).shape == expected.shape
 
 
-class Answering(rd.ExitRule):
-    def __init__(self, answer):
-        super().__init__()
-        self.answer = answer
-
-    def hazard(self, carry, state, readout, step):
-        return self.answer
-
-
 @pytest.mark.parametrize(
     "answer, got",
     [
         ((None, torch.tensor([1.0, 0.0])), r"got \(2,\) of torch.float32"),
         ((None, torch.ones(2, 1, dtype=torch.bool)), r"got \(2, 1\) of torch.bool"),
         ((None, 1.0), "got float"),
+        ((None, torch.full((2, 1), 1.7)), "chances from 1.7 to 1.7, which must lie in 0 to 1"),
         (torch.ones(2, 1), r"Tensor in place of \(carry, hazard\)"),
     ],
 )

@@ -3,7 +3,6 @@
 import copy
 import math
 
-import jaxtyping
 import pytest
 import torch
 from battery import close, lively, tiny
@@ -16,12 +15,6 @@ from torch.testing import assert_close
 import recurrent_depth as rd
 
 MASK = torch.tensor([[False, False, True, True, True], [True] * 5])
-
-
-@pytest.fixture
-def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch):
-    """Without the hook of the tests, which would name a wrong shape before the library does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def dense(num_blocks: int = 3) -> rd.RecurrentTransformer:
@@ -130,6 +123,13 @@ def test_what_cannot_be_compared_is_refused():
     model, x = tiny(rd.naive), torch.randint(23, (2, 5))
     with pytest.raises(ValueError, match="every_step=True"):
         rd.WithObjective(model, rd.DistilledLoss(dense(), states=1.0, align={1: 1}))(x)
+
+
+def test_a_teacher_in_training_mode_is_warned_of():
+    model, x = tiny(), torch.randint(23, (2, 6))
+    objective = rd.DistilledLoss(tiny(rd.dense, 3))
+    with pytest.warns(UserWarning, match=r"teacher is in training mode.*teacher.eval\(\)"):
+        rd.WithObjective(model, objective)(x)
 
 
 def test_a_teacher_that_is_no_model_is_refused(as_a_user_runs_it):

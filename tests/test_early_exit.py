@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
-import jaxtyping
 import pytest
 import torch
 from battery import blocks_of, lively, tiny
@@ -455,12 +454,6 @@ def test_text_written_under_a_rule_costs_the_steps_that_its_tokens_took(case):
 
 
 # What is refused
-
-
-@pytest.fixture
-def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch):
-    """Without the hook of the tests, which would name a wrong shape before the library does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 BAD = {

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import jaxtyping
 import pytest
 import torch
 from battery import METHODS, NO_PREFIX, SKIPS, blocks_of, every_method, every_method_but, lively, tiny
@@ -93,12 +92,6 @@ def some_model(build=rd.grt, seed: int = 1, layout: rd.Layout = LAYOUT, **change
 
 def some_prompt(batch: int = 3, num_tokens: int = 4) -> Tensor:
     return torch.randint(VOCAB_SIZE, (batch, num_tokens), generator=torch.Generator().manual_seed(2))
-
-
-@pytest.fixture
-def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch):
-    """Without the hook of the tests, which would name a wrong shape before the library does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @contextmanager
@@ -391,7 +384,8 @@ def test_generating_is_deterministic_and_leaves_nothing_on_the_model(build):
 def test_training_goes_on_after_generating():
     model, prompt = some_model().train(), some_prompt()
     for _ in range(2):
-        rd.generate(model, prompt, max_new_tokens=3, choose=rd.Sampling())
+        with pytest.warns(UserWarning, match=r"model is in training mode.*model.eval\(\)"):
+            rd.generate(model, prompt, max_new_tokens=3, choose=rd.Sampling())
         assert model.training
         rd.next_token_loss(model(prompt), prompt).backward()
         model.zero_grad()

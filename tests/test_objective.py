@@ -127,6 +127,36 @@ def test_targets_are_integers(tokens, monkeypatch):
             call(tokens)
 
 
+def test_a_token_of_minus_100_is_no_target():
+    model, x = lively(tiny()).eval(), torch.randint(23, (2, 6))
+    trajectory, completions = model.trajectory(x, every_step=True), x.clone()
+    completions[:, :3] = -100
+    by_hand = torch.nn.functional.cross_entropy(trajectory.output[:, 2:-1].flatten(0, 1), x[:, 3:].flatten())
+    assert_close(rd.last_step_loss(trajectory, completions), by_hand)
+    law = rd.ExpectedExitLoss(rd.LearnedExit(16), entropy=0.0)
+    later = rd.every_step_loss(trajectory, completions), law(trajectory, completions)
+    assert_close(torch.stack(later).isfinite().all(), torch.tensor(True))
+    nothing = torch.full_like(x, -100)
+    assert rd.last_step_loss(trajectory, nothing) == 0
+
+
+@pytest.mark.usefixtures("as_a_user_runs_it")
+@pytest.mark.parametrize("token", [-1, 23, 10**6])
+def test_targets_that_the_logits_do_not_know_are_refused(token):
+    model, x = tiny(), torch.randint(23, (2, 6))
+    logits = model(x)
+    x[0, 3] = token
+    with pytest.raises(ValueError, match=rf"tokens must lie in 0 to 22, the vocabulary; got .*{abs(token)}"):
+        rd.next_token_loss(logits, x)
+
+
+@pytest.mark.usefixtures("as_a_user_runs_it")
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), None, "grt"], ids=type)
+def test_what_has_no_trajectory_is_refused_with_what_to_give(model):
+    with pytest.raises(ValueError, match=rf"model is of {type(model).__name__}, which has no trajectory.*model.native"):
+        rd.WithObjective(model)
+
+
 def test_a_single_token_has_no_next_one():
     with pytest.raises(ValueError, match="at least 2 long"):
         rd.next_token_loss(torch.randn(1, 1, 23), torch.zeros(1, 1, dtype=torch.long))

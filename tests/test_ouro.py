@@ -1,5 +1,6 @@
 """Ouro: its equations, and the objectives that read every step against their written forms."""
 
+import copy
 import math
 import sys
 from functools import partial
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import few
 from torch.testing import assert_close
+from user_parts import Answering, Confidence
 
 import recurrent_depth as rd
 from recurrent_depth.norms import RMSNorm
@@ -349,6 +351,26 @@ def test_the_second_stage_teaches_the_exit_alone():
     assert all(weight.grad.abs().sum() > 0 for weight in rule.parameters())
 
 
+def test_the_second_stage_of_an_exit_that_reads_logits_teaches_the_exit_alone():
+    model, x = some(layout=rd.Layout(1, 1, 4, 1))
+    rule = Confidence()
+    rd.WithObjective(model, rd.ExitGainLoss(rule), every_step=True)(x).backward()
+    assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in rule.parameters())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_norm_of_the_model_is_lent_to_the_exit_and_never_its_own():
+    model, x = some(rd.grt)
+    with pytest.raises(ValueError, match=r"objective holds norm.weight of the model.*rd.Borrowed\(model.norm\)"):
+        rd.WithObjective(model, rd.ExitGainLoss(rd.LearnedExit(16, norm=model.norm)), every_step=True)
+    rule = rd.LearnedExit(16, norm=rd.Borrowed(model.norm))
+    assert {name for name, _ in rule.named_parameters()} == {"linear.weight", "bias"}
+    own = rd.LearnedExit(16, norm=copy.deepcopy(model.norm))
+    own.load_state_dict(rule.state_dict(), strict=False)
+    states = model.trajectory(x, every_step=True)
+    assert_close(rd.exit_hazards(rule, states), rd.exit_hazards(own, states))
+
+
 def test_a_frozen_model_will_do_and_one_step_costs_nothing():
     model, x = some()
     model.requires_grad_(False)
@@ -407,9 +429,16 @@ def peak(objective, num_steps: int) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize(
-    "objective", [rd.every_step_loss, rd.ExpectedExitLoss(rd.LearnedExit(8))], ids=["every", "law"]
-)
+HELD = {
+    "every": rd.every_step_loss,
+    "law": rd.ExpectedExitLoss(rd.LearnedExit(8)),
+    "law of logits": rd.ExpectedExitLoss(Confidence()),
+    "gain": rd.ExitGainLoss(rd.LearnedExit(8)),
+    "gain of logits": rd.ExitGainLoss(Confidence()),
+}
+
+
+@pytest.mark.parametrize("objective", HELD.values(), ids=HELD)
 def test_no_more_than_one_steps_logits_are_held_forward_and_backward(objective):
     logits = 2 * 16 * 6000 * 4
     few, many = (peak(objective, num_steps) for num_steps in (2, 10))
@@ -472,6 +501,38 @@ def test_an_objective_refuses_a_trajectory_without_its_steps(objective):
     model, x = some()
     with pytest.raises(ValueError, match=r"each of 4 steps, but the trajectory kept 1: give every_step=True"):
         rd.WithObjective(model, objective)(x)
+
+
+STAGES = {
+    "every": rd.every_step_loss,
+    "first stage": rd.ExpectedExitLoss(rd.LearnedExit(16)),
+    "second stage": rd.ExitGainLoss(rd.LearnedExit(16)),
+}
+
+
+@pytest.mark.usefixtures("as_a_user_runs_it")
+@pytest.mark.parametrize("objective", STAGES.values(), ids=STAGES)
+def test_tokens_that_are_not_those_of_the_trajectory_are_refused(objective):
+    model, x = some()
+    trajectory = model.trajectory(x, every_step=True)
+    for other in (x.T, x.reshape(1, -1), x[:, :-1], x[:1]):
+        with pytest.raises(ValueError, match=r"tokens must be \(2, 7\) like those of the trajectory, got"):
+            objective(trajectory, other)
+    with pytest.raises(ValueError, match=r"tokens must lie in 0 to 22, the vocabulary; got \d to 23"):
+        objective(trajectory, x.index_fill(1, torch.tensor(3), 23))
+
+
+@pytest.mark.usefixtures("as_a_user_runs_it")
+@pytest.mark.parametrize("make", [rd.ExpectedExitLoss, rd.ExitGainLoss, rd.SampledExitLoss])
+def test_an_objective_asks_a_rule_for_one_chance_per_token(make):
+    model, x = some()
+    trajectory = model.trajectory(x, every_step=True)
+    wrong = (torch.full((2, 7), 0.5), (None, torch.full((2, 7, 1), 0.5)), (None, torch.full((2, 7), -0.1)), (None, 0.5))
+    for answer in wrong:
+        rule = Answering(answer)
+        rule.weight = torch.nn.Parameter(torch.zeros(()))
+        with pytest.raises(ValueError, match=r"hazard of Answering must return .* tensor \(2, 7\), one chance per"):
+            make(rule)(trajectory, x)
 
 
 @pytest.mark.parametrize(

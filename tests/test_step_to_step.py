@@ -104,6 +104,38 @@ def test_checkpointing_hands_on_the_same(make, depth):
         assert torch.equal(value, found[1][name]), name
 
 
+class Odd(Recorded):
+    """Begins, or goes on, with something that is not for each token."""
+
+    def __init__(self, begun=None, after=None):
+        super().__init__()
+        self.begun, self.after = begun or {}, after or {}
+
+    def begin(self, anchor, call):
+        return rd.initial_state(anchor)._replace(**self.begun)
+
+    def forward(self, state, blocks, step):
+        return state._replace(h=blocks(state.h), **self.after)
+
+
+@pytest.mark.usefixtures("as_a_user_runs_it")
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"carry": torch.zeros(2, 8)}, r"carry of shape \(2, 8\)"),
+        ({"carry": {"sum": (torch.zeros(()), None)}}, r"carry of shape \(\)"),
+        ({"context": torch.zeros(1, 5, 8)}, r"context of shape \(1, 5, 8\)"),
+        ({"write": torch.zeros(2, 5, 8)}, r"write of shape \(2, 5, 8\)"),
+        ({"write": torch.tensor(1.0)}, r"write of shape \(\)"),
+    ],
+)
+def test_what_is_not_for_each_token_is_refused_since_no_row_could_be_picked(given, said):
+    x = torch.randn(2, 5, 8)
+    for update, where in ((Odd(begun=given), "begin of Odd"), (Odd(after=given), "A step of Odd")):
+        with pytest.raises(ValueError, match=rf"{where} gives a {said}, .* \(batch, token\), here \(2, 5\)"):
+            rd.RecurrentCore([Mixing()], update)(x, 2)
+
+
 def test_losses_add_up_over_blocks_and_steps():
     core = rd.RecurrentCore([Balanced(), Balanced()], Recorded())
     expected, h = 0, X

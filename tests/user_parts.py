@@ -89,3 +89,25 @@ class Balanced(Mixing):
         squares = x.square().sum(-1)
         at.add_loss("balance", (squares if at.valid is None else squares * at.valid).sum())
         return super().forward(x, at)
+
+
+class Answering(rd.ExitRule):
+    """Says the same whatever it is asked, right or wrong."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def hazard(self, carry, state, readout, step):
+        return self.answer
+
+
+class Confidence(rd.ExitRule):
+    """A unit on the chance of the likeliest next token says how likely one is to leave."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def hazard(self, carry, state, readout, step):
+        return carry, torch.sigmoid(self.linear(readout(state).softmax(-1).amax(-1, keepdim=True)))[..., 0]

@@ -1,23 +1,25 @@
 """What a file of cells may ask for."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from comparison.parts import Comparison, Full, Protocol
-from recurrent_depth.arguments import require_whole
+from comparison.parts import Comparison, Full, Method, Protocol, Trials
+from recurrent_depth.arguments import require_instance, require_number, require_whole
 
 
 def check(comparison: Comparison) -> None:
     """Refuses what no run could make sense of.
 
     Raises:
-        ValueError: if budgets don't ascend or leave the trunk no step, a number of the protocol is out of its range, or
-            a name is that of no method.
+        ValueError: if budgets don't ascend or leave the trunk no step, a number of the protocol is out of its range, a
+            name is that of no method or cannot be that of a file, or something is no method, cell or pair.
     """
+    _check_kinds(comparison)
     _check_budgets(comparison.protocol)
     _check_numbers(comparison.protocol)
     if comparison.baseline == comparison.floor:
@@ -46,12 +48,42 @@ def check_methods(comparison: Comparison) -> None:
             _build(comparison, name)
 
 
-def _build(comparison: Comparison, name: str) -> None:
+def check_steps(comparison: Comparison, names: Iterable[str]) -> None:
+    """Takes a forward of each method on the first batch, and reads an exit. The data must be open.
+
+    Raises:
+        ValueError: naming a method, the part of it that fails and why.
+    """
+    with torch.random.fork_rng(devices=[]):
+        for name in names:
+            _step(comparison, name)
+
+
+def _step(comparison: Comparison, name: str) -> None:
+    method, (model, objective, depth) = comparison.methods[name], _build(comparison, name)
+    batch = comparison.data.batch(0, 0)
+    loss = _made(name, "objective", lambda: objective(*batch, depth))
+    if not isinstance(loss, torch.Tensor) or loss.ndim > 0:
+        raise ValueError(f"objective of method {name!r} must give a loss, a tensor of one number; got {_shape(loss)}.")
+    tokens = batch[0][:2]
+    wanted = (*tokens.shape, comparison.sizes().vocab_size)
+    logits = _made(name, "exits", lambda: next(iter(method.exits(model.eval(), tokens, 1))))
+    if not isinstance(logits, torch.Tensor) or logits.shape != wanted:
+        raise ValueError(f"exits of method {name!r} must give logits {wanted} after each step, got {_shape(logits)}.")
+
+
+def _shape(given: object) -> str:
+    return f"shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+
+
+def _build(comparison: Comparison, name: str) -> tuple[Any, Any, Any]:
+    """Model, objective and depth of a method."""
     method, sizes = comparison.methods[name], comparison.sizes()
     model = _made(name, "build", lambda: method.make(sizes))
-    _made(name, "objective", lambda: comparison.data.objective(method, model))
+    objective = _made(name, "objective", lambda: comparison.data.objective(method, model))
     depth = _made(name, "sampler", lambda: method.sampler(model, 0)(0))
     _made(name, "cost", lambda: method.cost(model, depth, sizes.context_length))
+    return model, objective, depth
 
 
 def _made(name: str, part: str, make: Callable[[], Any]) -> Any:
@@ -61,10 +93,24 @@ def _made(name: str, part: str, make: Callable[[], Any]) -> Any:
         raise ValueError(f"{part} of method {name!r} fails: {type(error).__name__}: {error}") from error
 
 
+def _check_kinds(comparison: Comparison) -> None:
+    for name, method in comparison.methods.items():
+        require_instance(f"method {name!r}", method, Method, "Method(label, build)")
+        if not re.fullmatch(r"[\w.+-]+", name):
+            raise ValueError(
+                f"method {name!r} names files too: its name must be of letters, digits, '-', '_', '.', '+'."
+            )
+    for cell in comparison.plan:
+        if not isinstance(cell, Trials | Full):
+            raise ValueError(f"plan holds {cell!r}, but must be of Trials(name) and Full(name, seed).")
+    for pair in comparison.pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"pairs holds {pair!r}, but each must be the names of two methods.")
+
+
 def _check_budgets(protocol: Protocol) -> None:
     budgets = protocol.budgets
-    if not 0 < protocol.cooldown < 1:
-        raise ValueError(f"cooldown is {protocol.cooldown}, but must be a share between 0 and 1.")
+    require_number("cooldown", protocol.cooldown, above=0, below=1)
     if not budgets or any(before >= after for before, after in pairwise(budgets)):
         raise ValueError(f"budgets are {budgets}, but must be at least one, in ascending order.")
     if not _whole(budgets) or protocol.fork(budgets[0]) < 1:
@@ -75,21 +121,19 @@ def _check_budgets(protocol: Protocol) -> None:
 
 
 def _check_numbers(protocol: Protocol) -> None:
-    rates = protocol.rates
-    if not rates or len({f"{rate:g}" for rate in rates}) < len(rates) or not all(0 < rate < math.inf for rate in rates):
-        raise ValueError(f"rates are {rates}, but must be above 0 and different from each other.")
-    if not _whole([protocol.warmup]) or protocol.warmup < 1:
-        raise ValueError(f"warmup is {protocol.warmup}, but must be a whole number of at least 1 step.")
+    rates = [require_number("one of rates", rate, above=0) for rate in protocol.rates]
+    if not rates or len({f"{rate:g}" for rate in rates}) < len(rates):
+        raise ValueError(f"rates are {protocol.rates}, but must be at least one, and different from each other.")
+    require_whole("warmup", protocol.warmup, 1)
     fork = protocol.fork(protocol.budgets[0])
     if protocol.warmup > fork:
         raise ValueError(
             f"warmup is {protocol.warmup}, but must be at most {fork}: then the cooldown of the first budget, "
             f"{protocol.budgets[0]}, begins."
         )
-    if not 0 <= protocol.weight_decay < math.inf:
-        raise ValueError(f"weight_decay is {protocol.weight_decay}, but must be at least 0.")
-    if not protocol.clip > 0:
-        raise ValueError(f"clip is {protocol.clip}, but must be above 0.")
+    require_number("weight_decay", protocol.weight_decay, at_least=0)
+    if protocol.clip != math.inf:  # that clips nothing
+        require_number("clip", protocol.clip, above=0)
 
 
 def _check_plan(comparison: Comparison) -> None:

@@ -184,10 +184,13 @@ def plan() -> tuple[Trials | Full, ...]:
     )
     varied = (*WHAT_HOLDS_BACK, *ABLATIONS, *SPLITS)
     short, further = ([Full(name, 0, most) for name in varied] for most in (1, 2))
-    first += [Full(name, 0) for name in ("grt-one-step", *FULL_DEPTH)]
-    seeds = [Full(name, seed) for seed in (1, 2) for name in FIRST]
+    measured = ("grt-one-step", *FULL_DEPTH)
+    first += [Full(name, 0) for name in measured]
+    square = [Full(name, 0, 2) for name in ("ladder-anchor", "ungated-full-depth")]
+    again = [Full(name, 1) for name in (*FIRST, *measured)]
+    third = [Full(name, 2) for name in FIRST]
     longer = [Full(name, seed) for seed in (0, 1) for name in (*RELATIVES, *ISOPARAMS, *ABLATIONS, *SPLITS, *MORE)]
-    return (*first, *relatives, *short, *same_size, *further, *more, *seeds, *longer)
+    return (*first, *relatives, *short, *same_size, *square, *again, *more, *further, *third, *longer)
 
 
 COMPARISON = Comparison(

@@ -114,6 +114,13 @@ def missing_runs(comparison: Comparison, out: Path) -> list[Run]:
     return list(missing.values())
 
 
+def unfinished(comparison: Comparison, out: Path) -> list[str]:
+    """The methods of which the plan has something left to train."""
+    asked = ((cell.method, runs_of(comparison, out, cell)) for cell in comparison.plan)
+    left = (name for name, runs in asked if runs is None or not all(is_done(comparison, out, run) for run in runs))
+    return list(dict.fromkeys(left))
+
+
 def find_run(comparison: Comparison, out: Path, name: str) -> Run:
     """The run of this name, with as many budgets as the plan asks for.
 

@@ -4,10 +4,9 @@ FLOPs are those of matrix products, a multiply-add counting as two; norms, activ
 elementwise part of a gate are left out, as everywhere. All functions take a model, on any device, or its `Outline`.
 """
 
-from beartype import beartype
 from torch import nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import check_types, require_whole
 from recurrent_depth.counting import (
     EXECUTED,
     PAPER,
@@ -53,27 +52,27 @@ __all__ = [
 ]
 
 
-@beartype
+@check_types
 def num_parameters(model: nn.Module | Outline) -> int:
     """All parameters, each tensor once, however often it is used: the same at every number of steps."""
     return model.num_parameters if isinstance(model, Outline) else sum(p.numel() for p in model.parameters())
 
 
-@beartype
+@check_types
 def num_non_embedding_parameters(model: RecurrentTransformer | Outline) -> int:
     """All parameters but the token and the position table and the head, whether the head is tied or not."""
     of = outline(model)
     return of.num_parameters - of.num_embedding_parameters
 
 
-@beartype
+@check_types
 def num_nanogpt_parameters(model: RecurrentTransformer | Outline) -> int:
     """All parameters but the position table: what nanoGPT prints as the model's size."""
     of = outline(model)
     return of.num_parameters - of.num_position_parameters
 
 
-@beartype
+@check_types
 def executed_blocks(model: RecurrentTransformer | Outline, num_steps: int | None = None) -> int:
     """Blocks that a forward runs: `prelude + core * num_steps + coda`; at full depth by default.
 
@@ -84,7 +83,7 @@ def executed_blocks(model: RecurrentTransformer | Outline, num_steps: int | None
     return layout._replace(num_steps=layout.num_steps if num_steps is None else num_steps).executed
 
 
-@beartype
+@check_types
 def flops(
     model: RecurrentTransformer | Outline,
     tokens: int | None = None,
@@ -107,7 +106,7 @@ def flops(
     return flops_breakdown(model, tokens, num_steps, counting=counting).total
 
 
-@beartype
+@check_types
 def flops_per_token(
     model: RecurrentTransformer | Outline,
     tokens: int | None = None,
@@ -120,7 +119,7 @@ def flops_per_token(
     return flops(of, tokens, num_steps, counting=counting) / of.length(tokens)
 
 
-@beartype
+@check_types
 def flops_breakdown(
     model: RecurrentTransformer | Outline,
     tokens: int | None = None,
@@ -134,7 +133,7 @@ def flops_breakdown(
     return forward_flops(of, of.length(tokens), steps, counting)
 
 
-@beartype
+@check_types
 def training_flops(
     model: RecurrentTransformer | Outline,
     depth: DepthSampler | ExpectedDepth,

@@ -1,7 +1,15 @@
-"""What arguments must be: numbers and instances, refused where they are given."""
+"""What arguments must be: types, numbers and instances, refused where they are given."""
 
 import math
 import numbers
+from typing import Any
+
+from beartype import BeartypeConf, BeartypeViolationVerbosity, beartype
+
+check_types = beartype(
+    conf=BeartypeConf(violation_type=ValueError, violation_verbosity=BeartypeViolationVerbosity.MINIMAL)
+)
+"""Refuses arguments of another type than a function's signature says, by a ValueError; for what runs once."""
 
 
 def require_whole(name: str, value: object, at_least: int | None = None) -> int:
@@ -46,6 +54,17 @@ def require_number(
     bounds = (("above", above), ("of at least", at_least), ("below", below), ("at most", at_most))
     told = " and ".join(f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound))
     raise ValueError(f"{name} is {value!r}, but must be a finite number {told}".rstrip() + ".")
+
+
+def require_callable(name: str, value: object, example: str) -> Any:
+    """Returns `value`.
+
+    Raises:
+        ValueError: if it cannot be called.
+    """
+    if not callable(value):
+        raise ValueError(f"{name} is {value!r}, but must be a function, such as {example}.")
+    return value
 
 
 def require_instance(name: str, value: object, kind: type, example: str = "") -> None:

@@ -118,13 +118,31 @@ class BalanceBias(Balance):
         return {}
 
     @torch.no_grad()
-    def update(self, last: Int[Tensor, "batch token"], mask: Bool[Tensor, "batch token"] | None = None) -> None:
+    def update(
+        self,
+        last: Int[Tensor, "batch token"],
+        mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
+    ) -> None:
         """`bias_i += rate * sign(mean share - share_i)`, with the shares of depths among the real tokens.
 
         With several processes give the tokens of all, or the biases drift apart.
+
+        Raises:
+            ValueError: if `last` holds no depths from 0 to `num_depths - 1`, or the mask is not of its shape.
         """
+        _check_depths(last, self.num_depths)
+        if mask is not None and mask.shape != last.shape:
+            raise ValueError(f"mask must be {tuple(last.shape)} like last, got {tuple(mask.shape)}.")
         moves = self.get_buffer("moves")
-        taken = last.flatten() if mask is None else last[mask]
+        taken = last.flatten() if mask is None else last[mask.bool()]
         # In whole numbers, where depths in even use are exactly even.
         counts = F.one_hot(taken, len(moves)).sum(0)
         moves += (counts.sum() - len(moves) * counts).sign()
+
+
+def _check_depths(last: Tensor, num_depths: int) -> None:
+    if last.is_floating_point() or last.dtype == torch.bool:
+        raise ValueError(f"last must hold the number of each token's last step, an integer; got {last.dtype}.")
+    low, high = (int(bound) for bound in last.aminmax()) if last.numel() else (0, 0)
+    if low < 0 or high >= num_depths:
+        raise ValueError(f"last must lie in 0 to {num_depths - 1}, got {low} to {high}.")

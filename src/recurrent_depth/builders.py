@@ -1,18 +1,15 @@
 """One small builder per published design. Assembly only: every choice is a part."""
 
-import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
 
-from beartype import beartype
 from torch import nn
 
-from recurrent_depth.arguments import require_instance, require_whole
+from recurrent_depth.arguments import check_types, require_instance, require_whole
 from recurrent_depth.blocks import Stack
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Layout
 from recurrent_depth.embedding import Embedding
+from recurrent_depth.factories import made
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.gate import AnchoredGate
 from recurrent_depth.initialisation import initialise
@@ -21,13 +18,11 @@ from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.update import DepthUpdate, GatedDepthUpdate, ReplaceState
 from recurrent_depth.weight_start import WeightStart
 
-Part = TypeVar("Part", bound=nn.Module)
-
 UpdateFactory = Callable[[int], DepthUpdate]
 """Makes an update for a width: `gated`, `plain`, or a `functools.partial` of them."""
 
 
-@beartype
+@check_types
 def gated(
     dim: int,
     *,
@@ -62,7 +57,7 @@ def plain(dim: int) -> ReplaceState:
     return ReplaceState(KeepState())
 
 
-@beartype
+@check_types
 def grt(
     layout: Layout,
     *,
@@ -98,7 +93,7 @@ def grt(
     )
 
 
-@beartype
+@check_types
 def naive(
     layout: Layout,
     *,
@@ -115,7 +110,7 @@ def naive(
     return assemble(layout, form(dim, num_heads), plain(dim), vocab_size=vocab_size, context_length=context_length)
 
 
-@beartype
+@check_types
 def dense(
     num_blocks: int,
     *,
@@ -131,60 +126,6 @@ def dense(
     """
     layout = Layout(0, require_whole("num_blocks", num_blocks, at_least=1), 1, 0)
     return assemble(layout, form(dim, num_heads), plain(dim), vocab_size=vocab_size, context_length=context_length)
-
-
-def made(
-    name: str,
-    kind: type[Part],
-    factory: Callable[..., object],
-    *sizes: int,
-    example: str = "rd.gated or partial(rd.gated, bias=0.0)",
-) -> Part:
-    """The part, of this kind, that a builder's argument makes for these sizes.
-
-    Raises:
-        ValueError: if the argument is a part, rather than what makes one; if it cannot be called with these sizes, or
-            is a class that refuses them; and if what it makes is of another kind.
-    """
-    if isinstance(factory, nn.Module):
-        got = type(factory).__name__
-        raise ValueError(f"{name} must be what makes the part, such as {example}; got {got}, which is made already.")
-    part = called(name, factory, *sizes, example=example)
-    require_instance(f"What {name} makes", part, kind, f"what {example} makes")
-    return part
-
-
-def called(name: str, factory: Callable[..., object], *sizes: int, example: str) -> Any:
-    """What a maker gives for these sizes.
-
-    Raises:
-        ValueError: if it takes other arguments, or is a class that refuses them; what else it raises is its own.
-    """
-    try:
-        return factory(*sizes)
-    except Exception as error:
-        if not (isinstance(_origin(factory), type) or _takes_others(factory, sizes)):
-            raise
-        call = f"{_origin(factory).__name__}({', '.join(map(str, sizes))})"
-        raise ValueError(
-            f"{name} must be what makes the part for the sizes of the model, such as {example}; it was called as "
-            f"{call}, which failed: {error}"
-        ) from error
-
-
-def _origin(factory: Any) -> Any:
-    """The function or the class that is called in the end."""
-    return _origin(factory.func) if isinstance(factory, partial) else factory
-
-
-def _takes_others(factory: Callable[..., object], sizes: tuple[int, ...]) -> bool:
-    try:
-        inspect.signature(factory).bind(*sizes)
-    except TypeError:
-        return True
-    except ValueError:  # a signature that is not known, as of some functions written in C
-        return False
-    return False
 
 
 def assemble(

@@ -1,9 +1,11 @@
 """What callers can get wrong, checked once per forward, where they get it wrong."""
 
-import torch
-from torch import Tensor
+import warnings
 
-from recurrent_depth.update import DepthState
+import torch
+from torch import Tensor, nn
+
+from recurrent_depth.update import DepthState, check_leaves
 
 
 def checked_tokens(tokens: object, vocab_size: int) -> Tensor:
@@ -17,11 +19,18 @@ def checked_tokens(tokens: object, vocab_size: int) -> Tensor:
     tokens = checked_ids(tokens)
     if tokens.numel() == 0:
         raise ValueError(f"tokens must be (batch, token) and not empty, got shape {tuple(tokens.shape)}.")
-    if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-        low, high = (int(value) for value in tokens.aminmax())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"tokens must lie in 0 to {vocab_size - 1}, the vocabulary; got {low} to {high}.")
+    check_tokens_in(vocab_size, tokens)
     return tokens if tokens.dtype in (torch.int32, torch.int64) else tokens.long()
+
+
+def check_tokens_in(vocab_size: int, tokens: Tensor, *, ignored: int | None = None) -> None:
+    """Raises a ValueError for tokens outside of the vocabulary, where they are looked at; `ignored` stands for none."""
+    if tokens.numel() == 0 or tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    seen = tokens if ignored is None else tokens.masked_fill(tokens == ignored, 0)
+    low, high = (int(value) for value in seen.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"tokens must lie in 0 to {vocab_size - 1}, the vocabulary; got {low} to {high}.")
 
 
 def checked_ids(tokens: object) -> Tensor:
@@ -103,10 +112,21 @@ def check_like(name: str, given: Tensor, wanted: Tensor) -> None:
 
 
 def check_step(update: object, after: object, before: DepthState) -> None:
-    """Raises a ValueError for an update whose step gives no state, or one of another shape or dtype."""
+    """Raises a ValueError for an update whose step gives no state, or one of other shapes or another dtype."""
     if not isinstance(after, DepthState):
         raise ValueError(f"{type(update).__name__} must return a DepthState from a step, got {type(after).__name__}.")
     check_like(f"The state that {type(update).__name__} returns", after.h, before.h)
+    check_leaves(f"A step of {type(update).__name__}", after)
+
+
+def warn_in_training_mode(name: str, model: nn.Module) -> None:
+    """Warns of a model that would draw noise, or route as in training, where its answers are wanted."""
+    if model.training:
+        warnings.warn(
+            f"{name} is in training mode, where steps may draw noise and routers see the whole text: call "
+            f"{name}.eval() first.",
+            stacklevel=4,
+        )
 
 
 def _is_integer(x: Tensor) -> bool:

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from beartype import beartype
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from recurrent_depth.arguments import check_types
 from recurrent_depth.blocks import Stack, check_call
 from recurrent_depth.checks import check_anchor, check_like, check_positions, check_step, checked_padding
 from recurrent_depth.contracts import At, Call, KeyValues, Notes
@@ -34,14 +34,14 @@ class RecurrentCore(nn.Module):
         update: the depth update.
 
     Raises:
-        ValueError: if there is no block, or one cannot be called as `block(x, at)`; of beartype, if `update` is none.
+        ValueError: if there is no block, or one cannot be called as `block(x, at)`, or `update` is none.
 
     Attributes:
         checkpointing: recompute each step in the backward pass, and keep one state per step instead of all
             activations. Off by default.
     """
 
-    @beartype
+    @check_types
     def __init__(self, blocks: Iterable[nn.Module] | nn.Module, update: DepthUpdate):
         super().__init__()
         self.stack: Stack = _stack_of(blocks)  # or a module that wraps one, and offers what it does

@@ -7,6 +7,7 @@ from functools import partial
 
 from recurrent_depth.arguments import require_whole
 from recurrent_depth.depth import Depth
+from recurrent_depth.factories import called
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, PoissonLogNormalDepth
 
 
@@ -60,7 +61,8 @@ class RampedDepth(DepthSampler):
         """The sampler that draw number `draw` comes from."""
         progress = min(1.0, require_whole("draw", draw, at_least=0) / self.num_draws)
         # Rounded first, since 100 * 0.55 comes out a little above 55.
-        sampler = self.make(max(1, math.ceil(round(self.max_depth * self._share(progress), 9))))
+        depth = max(1, math.ceil(round(self.max_depth * self._share(progress), 9)))
+        sampler = called("make", self.make, depth, example="UniformDepth or partial(UniformDepth, seed=0)")
         if not isinstance(sampler, DepthSampler):
             raise ValueError(
                 f"make is {self.make!r} and gave {sampler!r}, but must make a sampler of a whole number, as "

@@ -3,11 +3,10 @@
 from typing import NamedTuple
 
 import torch
-from beartype import beartype
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from recurrent_depth.arguments import require_number, require_whole
+from recurrent_depth.arguments import check_types, require_number, require_whole
 from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
@@ -76,7 +75,7 @@ class DampedUpdate(DepthUpdate):
         return f"share={self.share}"
 
 
-@beartype
+@check_types
 def damped(dim: int, *, share: float | int = 0.5) -> DampedUpdate:
     """The update of a training-free loop: short steps, blended with a plain pass; no weights, whatever the width.
 

@@ -4,15 +4,15 @@ import copy
 from collections.abc import Callable, Sequence
 
 import torch
-from beartype import beartype
 from torch import nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import check_types, require_whole
 from recurrent_depth.blocks import Stack
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.relaxation import RelaxedStack
+from recurrent_depth.update import is_plain
 
 TiedStart = Callable[[Sequence[nn.Module], int], list[nn.Module]]
 """Makes so many tied blocks of the blocks of a dense model: `average_start` and its siblings."""
@@ -73,7 +73,7 @@ def relaxed_stack(
     return stack
 
 
-@beartype
+@check_types
 def relax(
     dense: RecurrentTransformer,
     num_steps: int,
@@ -100,13 +100,18 @@ def relax(
             source shares them: False.
 
     Raises:
-        ValueError: if the dense model takes more steps than one, its blocks are not a multiple of `num_steps` or not
-            alike, or `rank` is below 0.
+        ValueError: if the dense model takes more steps than one, or its step is not that of its blocks alone, as a
+            gated one's; if its blocks are not a multiple of `num_steps` or not alike, or `rank` is below 0.
 
     Reference: Bae et al., 2024, arXiv 2410.20672.
     """
     if dense.num_steps != 1:
         raise ValueError(f"dense takes {dense.num_steps} steps at full depth, but must be a model of one step.")
+    if not is_plain(dense.core.update):
+        raise ValueError(
+            f"dense has a {type(dense.core.update).__name__}, whose step is more than the blocks, so that no "
+            "corrections make up for it: give rd.dense(...), or another model with the update rd.plain."
+        )
     model = copy.deepcopy(dense)
     blocks = list(dense.core.stack.blocks)
     relaxed = relaxed_stack(blocks, num_steps, rank, start=start, skip_first=skip_first, vectors=vectors)

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.contracts import Call, PartCost
-from recurrent_depth.injection import Injection
+from recurrent_depth.injection import Injection, check_width
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.optional import module_or_identity
 
@@ -44,11 +45,15 @@ class DiagonalInjection(Injection):
         dim: the width.
         norm: what the anchor goes through first; nothing by default.
 
+    Raises:
+        ValueError: if `dim` is below 1.
+
     Reference: Parcae, 2026, arXiv 2604.12946.
     """
 
     def __init__(self, dim: int, norm: nn.Module | None = None):
         super().__init__()
+        require_whole("dim", dim, at_least=1)
         self.log_rate = nn.Parameter(torch.empty(dim))
         self.dt_bias = nn.Parameter(torch.empty(dim))
         self.input = SquareMap(dim)
@@ -69,7 +74,12 @@ class DiagonalInjection(Injection):
         return torch.exp(-self.step_size() * at_least_float32(self.log_rate).exp())
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> Float[Tensor, "batch token dim"]:
-        """`dt * B norm(anchor)`, in the dtype of the anchor."""
+        """`dt * B norm(anchor)`, in the dtype of the anchor.
+
+        Raises:
+            ValueError: if the anchor has another width.
+        """
+        check_width(anchor, self.input.linear.in_features)
         return (self.step_size() * self.input(self.norm(anchor))).to(anchor.dtype)
 
     def forward(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from recurrent_depth.arguments import require_instance, require_number, require_whole
 from recurrent_depth.borrowed import Borrowed
+from recurrent_depth.checks import warn_in_training_mode
 from recurrent_depth.exit_objective import Mask, every_state
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
@@ -34,6 +35,8 @@ def distillation_loss(
 
     Reference: Hinton et al., 2015, arXiv 1503.02531.
     """
+    require_instance("logits", logits, Tensor)
+    require_instance("teacher", teacher, Tensor)
     if logits.shape != teacher.shape:
         raise ValueError(f"teacher must be {tuple(logits.shape)} like logits, got {tuple(teacher.shape)}.")
     temperature = require_number("temperature", temperature, above=0)
@@ -78,8 +81,12 @@ def taught(teacher: RecurrentTransformer, tokens: Integer[Tensor, "batch token"]
 
     Raises:
         ValueError: if `teacher` is no `RecurrentTransformer`, which a dense one is as well.
+
+    Warns:
+        UserWarning: if it is in training mode.
     """
     _check_teacher(teacher)
+    warn_in_training_mode("teacher", teacher)
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: tuple, out: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recurrent_depth.contracts import At, ModelKeyValues, Tree
 from recurrent_depth.core import CoreViews, RecurrentCore
-from recurrent_depth.exits import ExitRule, leaving
+from recurrent_depth.exits import ExitRule, ask, leaving
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.rows import map_changing, map_rows, map_rows_of_at
 from recurrent_depth.trees import map_tensors
@@ -87,24 +87,9 @@ def leave_early(
 def _asked(rule: ExitRule, work: Working, step: int, readout: RowReadout) -> tuple[Bool[Tensor, " row"], Working]:
     """Which rows stay after a step."""
     look = partial(_look, readout, work)
-    carry, hazard = _checked(rule, rule.hazard(work.carry, work.state, look, step), work.survival)
+    carry, hazard = ask(rule, work.carry, work.state, look, step)
     survival, leaves = leaving(work.survival, hazard, rule.quantile)
     return ~leaves[:, 0], work._replace(carry=carry, survival=survival)
-
-
-def _checked(rule: ExitRule, answer: object, survival: Tensor) -> tuple[Tree, Tensor]:
-    """What a rule carries, and its hazard; one of another shape would let rows decide for each other."""
-    if isinstance(answer, tuple) and len(answer) == 2:
-        carry, hazard = answer
-        if isinstance(hazard, Tensor) and hazard.shape == survival.shape and hazard.is_floating_point():
-            return carry, hazard
-        got = f"{tuple(hazard.shape)} of {hazard.dtype}" if isinstance(hazard, Tensor) else type(hazard).__name__
-    else:
-        got = f"{type(answer).__name__} in place of (carry, hazard)"
-    raise ValueError(
-        f"hazard of {type(rule).__name__} must return what it carries and a floating tensor {tuple(survival.shape)}, "
-        f"one chance per token; got {got}."
-    )
 
 
 def _look(readout: RowReadout, work: Working, state: DepthState) -> Tensor:

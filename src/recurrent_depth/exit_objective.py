@@ -1,9 +1,11 @@
 """Training objectives that read every step: all exits alike, those of a learned exit, and the exit itself.
 
-None holds more than one step's logits at a time: each step's are recomputed in the backward pass.
+None holds more than one step's logits at a time: each step's are recomputed in the backward pass, those that an exit
+rule reads too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recurrent_depth.arguments import require_instance, require_number
-from recurrent_depth.exits import ExitRule, exit_law
+from recurrent_depth.checks import checked_ids
+from recurrent_depth.exits import ExitRule, ask, exit_law
 from recurrent_depth.objective import (
     IGNORED,
     next_token_loss,
@@ -34,9 +37,9 @@ def every_step_loss(
     """The mean over all steps of the next-token loss after each, plus the auxiliary losses: every exit counts alike.
 
     Raises:
-        ValueError: if the trajectory kept not every step.
+        ValueError: if the trajectory kept not every step, or tokens or mask are not of its shape.
     """
-    targets = next_token_targets(tokens, mask)
+    targets = _targets_of(trajectory, tokens, mask)
     total = torch.stack([losses.sum() for losses in losses_by_step(trajectory, targets)]).mean()
     return with_auxiliary(total / num_targets(targets), trajectory)
 
@@ -54,7 +57,7 @@ class ExpectedExitLoss(nn.Module):
 
     Raises:
         ValueError: if `rule` is no exit rule, or `entropy` is negative or no finite number; in a forward, if the
-            trajectory kept not every step.
+            trajectory kept not every step, tokens or mask are not of its shape, or the rule gives no chance per token.
 
     Reference: Zhu et al., 2025, arXiv 2510.25741.
     """
@@ -68,7 +71,7 @@ class ExpectedExitLoss(nn.Module):
         self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
     ) -> Float[Tensor, ""]:
         """The loss, in nats per predicted token."""
-        targets = next_token_targets(tokens, mask)
+        targets = _targets_of(trajectory, tokens, mask)
         law = exit_law(exit_hazards(self.rule, trajectory))
         losses = losses_by_step(trajectory, targets)
         expected = sum(chance * loss for chance, loss in zip(law, losses, strict=True))
@@ -108,9 +111,11 @@ class ExitGainLoss(nn.Module):
         self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
     ) -> Float[Tensor, ""]:
         """The loss of the exit, in nats per predicted token; 0 where a trajectory has one step."""
-        check_trajectory(trajectory)
-        targets = next_token_targets(tokens, mask)
-        frozen = trajectory._replace(states=tuple(map_changing(Tensor.detach, state) for state in trajectory.states))
+        targets = _targets_of(trajectory, tokens, mask)
+        frozen = trajectory._replace(
+            states=tuple(map_changing(Tensor.detach, state) for state in trajectory.states),
+            readout=torch.no_grad()(trajectory.readout),
+        )
         with torch.no_grad():
             losses = torch.stack(list(losses_by_step(frozen, targets)))
             gains = (losses[:-1] - losses[1:]).clamp(min=0)
@@ -154,11 +159,12 @@ def exit_hazards(rule: ExitRule, trajectory: Trajectory) -> Float[Tensor, "step 
     """What a rule says after each step if nobody leaves; `exit_law` makes the chances to leave of it.
 
     Raises:
-        ValueError: if the trajectory kept not every step.
+        ValueError: if the trajectory kept not every step, `rule` is no exit rule or says no chance for each token.
     """
+    require_instance("rule", rule, ExitRule, "LearnedExit(dim)")
     carry, hazards = None, []
     for step, state in enumerate(every_state(trajectory)):
-        carry, hazard = rule.hazard(carry, state, trajectory.readout, step)
+        carry, hazard = recomputed(ask, rule, carry, state, trajectory.readout, step)
         hazards.append(hazard)
     return torch.stack(hazards)
 
@@ -176,7 +182,22 @@ def losses_by_step(
         return token_losses(trajectory.readout(state), targets)
 
     for state in every_state(trajectory):
-        yield checkpoint(losses, state, use_reentrant=False) if torch.is_grad_enabled() else losses(state)
+        yield recomputed(losses, state)
+
+
+def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function gives; of what it computes on the way nothing is kept, and the backward computes it anew."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False)
+
+
+def _targets_of(trajectory: Trajectory, tokens: Tensor, mask: Mask) -> Int[Tensor, "batch token"]:
+    check_trajectory(trajectory)
+    wanted = tuple(trajectory.states[-1].h.shape[:2])
+    if checked_ids(tokens).shape != wanted:
+        raise ValueError(f"tokens must be {wanted} like those of the trajectory, got {tuple(tokens.shape)}.")
+    return next_token_targets(tokens, mask)
 
 
 def entropy_of(law: Float[Tensor, "step batch token"]) -> Float[Tensor, "batch token"]:

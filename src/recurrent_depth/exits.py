@@ -50,6 +50,37 @@ class ExitRule(nn.Module, abc.ABC):
         """
 
 
+def ask(rule: ExitRule, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
+    """What a rule carries to the next step, and its hazard; one of another shape would let tokens decide for others.
+
+    Raises:
+        ValueError: if it gives something else, or, where values are looked at (on CPU), chances outside of 0 to 1.
+    """
+    answer, wanted = rule.hazard(carry, state, readout, step), tuple(state.h.shape[:2])
+    if not (isinstance(answer, tuple) and len(answer) == 2):
+        got = f"{type(answer).__name__} in place of (carry, hazard)"
+    elif not isinstance(hazard := answer[1], Tensor):
+        got = type(hazard).__name__
+    elif hazard.shape != wanted or not hazard.is_floating_point():
+        got = f"{tuple(hazard.shape)} of {hazard.dtype}"
+    elif (bounds := _outside(hazard)) is not None:
+        got = f"chances from {bounds[0]:.3g} to {bounds[1]:.3g}, which must lie in 0 to 1"
+    else:
+        return answer
+    raise ValueError(
+        f"hazard of {type(rule).__name__} must return what it carries and a floating tensor {wanted}, one chance per "
+        f"token; got {got}."
+    )
+
+
+def _outside(hazard: Tensor) -> tuple[float, float] | None:
+    """The lowest and the highest chance, where they are looked at and one of them is none."""
+    if hazard.numel() == 0 or hazard.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    low, high = (float(bound) for bound in hazard.detach().aminmax())
+    return (low, high) if low < 0 or high > 1 else None
+
+
 def leaving(survival: Hazard, hazard: Hazard, quantile: float) -> tuple[Hazard, Bool[Tensor, "batch token"]]:
     """The chance not to have left after this step, and whether the chance to have left reaches `quantile`.
 
@@ -130,7 +161,7 @@ class AtLeast(ExitRule):
         self.rule.quantile = quantile
 
     def hazard(self, carry: Tree, state: DepthState, readout: Readout, step: int) -> tuple[Tree, Hazard]:
-        carry, hazard = self.rule.hazard(carry, state, readout, step)
+        carry, hazard = ask(self.rule, carry, state, readout, step)
         return carry, hazard if step + 1 >= self.num_steps else torch.zeros_like(hazard)
 
 
@@ -151,7 +182,8 @@ class LearnedExit(ExitRule):
         quantile: the chance to have left at which a token leaves.
         bias: where `b` starts; a parameter of this module rather than of the linear layer, so that a host's rule for
             linear layers cannot reset it to zero.
-        norm: what is applied to the state before; nothing by default. The source reads the state behind the final norm.
+        norm: what is applied to the state before; nothing by default. The source reads the state behind the final norm:
+            `rd.Borrowed(model.norm)`, which stays the model's.
 
     Raises:
         ValueError: if `dim` is below 1, `quantile` not above 0 and at most 1, or `bias` no finite number; at a step, if
@@ -168,7 +200,7 @@ class LearnedExit(ExitRule):
         self.initial_bias = require_number("bias", bias)
         self.linear = nn.Linear(require_whole("dim", dim, at_least=1), 1, bias=False)
         self.bias = nn.Parameter(torch.full((1,), self.initial_bias))
-        self.norm = module_or_identity("norm", norm, "model.norm")
+        self.norm = module_or_identity("norm", norm, "rd.Borrowed(model.norm)")
 
     def reset_parameters(self) -> None:
         """Sets the bias to where it starts."""

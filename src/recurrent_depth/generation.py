@@ -9,6 +9,7 @@ from torch import Tensor
 from recurrent_depth.arguments import require_instance
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.cached_forward import open_forward
+from recurrent_depth.checks import warn_in_training_mode
 from recurrent_depth.choice import NextTokenRule
 from recurrent_depth.convergence import warn_if_none_leaves
 from recurrent_depth.decoding import logits_until
@@ -36,8 +37,8 @@ def generate(
 
     Under `KeepAll`, the default, and greedy choice the continuation is token for token what the model without a cache
     would choose. A row depends on its own prompt, depth and number alone, never on its neighbours. The prompt is read
-    at `num_steps`; an exit rule is asked at the tokens that follow it. The global RNG is neither read nor changed, and
-    noise that the model adds in training mode is up to the caller: call `model.eval()` first.
+    at `num_steps`; an exit rule is asked at the tokens that follow it. The global RNG is neither read nor changed,
+    but by noise of a model in training mode: call `model.eval()` first.
 
     Args:
         model: the model.
@@ -60,7 +61,8 @@ def generate(
             stop tokens beyond the vocabulary, and logits from which nothing can be chosen.
 
     Warns:
-        UserWarning: if the exit reads a gate and the model has none, so that no token would leave early.
+        UserWarning: if the model is in training mode; if the exit reads a gate and the model has none, so that no token
+            would leave early.
     """
     new = stream(
         model,
@@ -96,6 +98,7 @@ def stream(
     Errors in the arguments are raised by the call itself, not by the first token.
     """
     prompt, mask = checked_request(model, prompt, mask, max_new_tokens)
+    warn_in_training_mode("model", model)
     depth = as_depth(model.num_steps if num_steps is None else num_steps, batch=len(prompt))
     depths = [depth.num_steps] * len(prompt) if depth.rows is None else list(depth.rows)
     if exit is not None and len(set(depths)) > 1:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_instance, require_number
+from recurrent_depth.arguments import require_callable, require_instance, require_number
 from recurrent_depth.contracts import Call, Tree, UpdateCost
 from recurrent_depth.exits import ExitRule, Hazard, Readout
 from recurrent_depth.halting_unit import Mix, sum_states
@@ -81,7 +81,7 @@ class HaltingUpdate(DepthUpdate):
 
     Raises:
         ValueError: if a part is something else, such as a width or a class, `ponder` is below 0, or `epsilon` not
-            between 0 and 1.
+            between 0 and 1; in a forward, if `unit` gives no chance for each token.
 
     Reference: Graves, 2016, arXiv 1603.08983; per token Dehghani et al., 2018, arXiv 1807.03819.
     """
@@ -103,7 +103,7 @@ class HaltingUpdate(DepthUpdate):
         self.inner, self.unit, self.sees = inner, unit, sees
         self.ponder = require_number("ponder", ponder, at_least=0)
         self.epsilon = require_number("epsilon", epsilon, above=0, below=1)
-        self.mix = mix
+        self.mix = require_callable("mix", mix, "rd.sum_states")
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """That of the update within, with nothing mixed and all of the mass to come."""
@@ -121,7 +121,7 @@ class HaltingUpdate(DepthUpdate):
     def forward(self, state: DepthState, blocks: StepBlocks, step: int) -> DepthState:
         """A step of the update within for the tokens that have not halted."""
         before, context = state.carry, state.context
-        carry, running = before.next(self.unit(self.sees(state.h, context.sees, step)), self.epsilon)
+        carry, running = before.next(self._chances(state.h, context.sees, step), self.epsilon)
         after = self.inner(state._replace(context=context.inner, carry=before.inner), blocks, step)
         old, new = ((one.h, one.write, inner) for one, inner in ((state, before.inner), (after, after.carry)))
         h, write, inner = map_tensors(lambda was, now: torch.where(_as_wide(running, now), now, was), old, new)
@@ -132,6 +132,16 @@ class HaltingUpdate(DepthUpdate):
         grown = (running * (1 - before.weight + (before.num_updates == 0)) * share).sum()
         losses = add_losses(after.losses, {"ponder": self.ponder * grown})
         return after._replace(h=h, write=write, context=context, carry=carry, losses=losses)
+
+    def _chances(self, h: Tensor, sees: Tree, step: int) -> Tensor:
+        p = self.unit(self.sees(h, sees, step))
+        if not isinstance(p, Tensor) or p.shape != h.shape[:2]:
+            got = tuple(p.shape) if isinstance(p, Tensor) else type(p).__name__
+            raise ValueError(
+                f"unit is a {type(self.unit).__name__}, which must give one chance for each token, "
+                f"{tuple(h.shape[:2])}; got {got}. rd.HaltingUnit(dim) does."
+            )
+        return p
 
     def read(self, state: DepthState) -> Float[Tensor, "batch token dim"]:
         """What the update within reads of the weighted states; what is left of the mass goes to the last."""

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_number
+from recurrent_depth.arguments import require_number, require_whole
 from recurrent_depth.contracts import Call, PartCost, Tree
 from recurrent_depth.optional import module_or_identity
 
@@ -63,6 +63,12 @@ class Injection(nn.Module, abc.ABC):
         """Starts where the blocks see the anchor alone, if the injection can; what grafts start from."""
 
 
+def check_width(anchor: Tensor, dim: int) -> None:
+    """Raises a ValueError for an anchor that is not as wide as an update was built for."""
+    if anchor.shape[-1] != dim:
+        raise ValueError(f"x is {anchor.shape[-1]} wide, but the update was built for {dim}.")
+
+
 class KeepState(Injection):
     """The blocks see the state alone: the plain loop."""
 
@@ -109,11 +115,15 @@ class ConcatProjection(Injection):
         noise: what is added to the state before it is projected; the anchor half stays clean.
         bias: whether there is a `b`.
 
+    Raises:
+        ValueError: if `dim` is below 1.
+
     Reference: Geiping et al., 2025, arXiv 2502.05171; with noise Hegazy et al., 2026, arXiv 2608.15062.
     """
 
     def __init__(self, dim: int, noise: nn.Module | None = None, *, bias: bool = True):
         super().__init__()
+        require_whole("dim", dim, at_least=1)
         self.state = nn.Linear(dim, dim, bias=False)
         self.anchor = nn.Linear(dim, dim, bias=bias)
         self.noise = module_or_identity("noise", noise, "rd.GaussianNoise(0.1)")
@@ -124,8 +134,7 @@ class ConcatProjection(Injection):
         Raises:
             ValueError: if the anchor has another width.
         """
-        if anchor.shape[-1] != self.anchor.in_features:
-            raise ValueError(f"x is {anchor.shape[-1]} wide, but the update was built for {self.anchor.in_features}.")
+        check_width(anchor, self.anchor.in_features)
         return self.anchor(anchor)
 
     def forward(

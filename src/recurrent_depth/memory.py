@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import torch
-from beartype import beartype
 
 from recurrent_depth.activations import activation_bytes
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import check_types, require_whole
 from recurrent_depth.kv_policy import KeepAll, KVStepPolicy
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.outline import Outline, outline
@@ -42,7 +41,7 @@ class DecodeMemory(NamedTuple):
         return f"{_short(self.total)}: {parts}"
 
 
-@beartype
+@check_types
 def weight_bytes(model: RecurrentTransformer | Outline, dtype: torch.dtype = torch.bfloat16) -> int:
     """Bytes of all parameters in one dtype, embeddings included, each tensor once however often it is used.
 
@@ -52,7 +51,7 @@ def weight_bytes(model: RecurrentTransformer | Outline, dtype: torch.dtype = tor
     return outline(model).num_parameters * _itemsize(dtype)
 
 
-@beartype
+@check_types
 def cache_bytes(
     model: RecurrentTransformer | Outline,
     tokens: int | None = None,
@@ -81,7 +80,7 @@ def cache_bytes(
     return require_whole("batch", batch, at_least=1) * _capacity(of, tokens) * per_token * _itemsize(dtype)
 
 
-@beartype
+@check_types
 def decode_memory(
     model: RecurrentTransformer | Outline,
     tokens: int | None = None,

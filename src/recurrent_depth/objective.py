@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 
-from recurrent_depth.checks import check_flags, checked_ids
+from recurrent_depth.checks import check_flags, check_tokens_in, checked_ids
 from recurrent_depth.depth import Depth
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
@@ -31,19 +31,17 @@ def next_token_loss(
 
     Args:
         logits: what the model says at each token.
-        tokens: the same tokens; the target at token `t` is token `t + 1`.
+        tokens: the same tokens; the target at token `t` is token `t + 1`. One of -100 is no target, as in labels of
+            transformers: the loss of completions alone is that of their tokens, with -100 in place of the prompts.
         mask: True at real tokens; padding is no target, and no token is predicted from it.
 
     Raises:
-        ValueError: if there is no next token to predict, tokens are no integers, logits are none (but a trajectory), or
-            logits or mask are not of the tokens' shape.
+        ValueError: if there is no next token to predict, tokens are no integers or, where they are looked at (on CPU),
+            beyond the logits, logits are none (but a trajectory), or logits or mask are not of the tokens' shape.
     """
     _check_logits(logits, checked_ids(tokens))
     targets = next_token_targets(tokens, mask)
-    total = F.cross_entropy(
-        at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    return total / num_targets(targets)
+    return token_losses(logits, targets).sum() / num_targets(targets)
 
 
 def _check_logits(logits: object, tokens: Tensor) -> None:
@@ -61,6 +59,8 @@ def _check_logits(logits: object, tokens: Tensor) -> None:
 
 def next_token_targets(tokens: Tensor, mask: Tensor | None) -> Int[Tensor, "batch token"]:
     """The token that stands behind each token; `IGNORED` where there is none, or where one of the two is padding.
+
+    A token that is `IGNORED` stays so.
 
     Raises:
         ValueError: if there is no next token to predict, tokens are no integers, or the mask is not of their shape.
@@ -86,7 +86,12 @@ def num_targets(targets: Int[Tensor, "batch token"]) -> Int[Tensor, ""]:
 def token_losses(
     logits: Float[Tensor, "batch token vocab"], targets: Int[Tensor, "batch token"]
 ) -> Float[Tensor, "batch token"]:
-    """The cross-entropy of each target, in nats; 0 where it is ignored."""
+    """The cross-entropy of each target, in nats; 0 where it is ignored.
+
+    Raises:
+        ValueError: if the logits know no such target.
+    """
+    check_tokens_in(logits.shape[-1], targets, ignored=IGNORED)
     losses = F.cross_entropy(
         at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=IGNORED, reduction="none"
     )
@@ -139,13 +144,16 @@ class WithObjective(nn.Module):
         every_step: whether the objective reads the state after each step.
 
     Raises:
-        ValueError: if the objective is a class or nothing that can be called; in a forward, if it reads every step
-            without `every_step`, or reads logits in place of a trajectory, as `next_token_loss` does.
+        ValueError: if the model has no trajectory, the objective is a class or nothing that can be called, or holds
+            parameters of the model as its own; in a forward, if it reads every step without `every_step`, or reads
+            logits in place of a trajectory, as `next_token_loss` does.
     """
 
     def __init__(self, model: RecurrentTransformer, objective: Objective = last_step_loss, *, every_step: bool = False):
         super().__init__()
+        _check_looped(model)
         _check_objective(objective)
+        _check_apart(model, objective)
         self.model, self.objective, self.every_step = model, objective, every_step
 
     def forward(
@@ -158,6 +166,26 @@ class WithObjective(nn.Module):
         """The loss at this depth."""
         trajectory = self.model.trajectory(tokens, num_steps, mask=mask, every_step=self.every_step)
         return self.objective(trajectory, tokens, mask)
+
+
+def _check_looped(model: object) -> None:
+    if callable(getattr(model, "trajectory", None)):  # or what wraps such a model and offers what it does
+        return
+    raise ValueError(
+        f"model is of {type(model).__name__}, which has no trajectory: give a RecurrentTransformer, such as "
+        "rd.grt(...), or the native model within one of transformers, model.native. A graft is trained by the loss of "
+        "its own forward, model(input_ids, labels=...)."
+    )
+
+
+def _check_apart(model: nn.Module, objective: object) -> None:
+    own = {id(weight) for weight in objective.parameters()} if isinstance(objective, nn.Module) else set()
+    shared = [name for name, weight in model.named_parameters() if id(weight) in own]
+    if shared:
+        raise ValueError(
+            f"objective holds {shared[0]} of the model as its own, so that it would be trained and saved twice: lend "
+            "it, as in LearnedExit(dim, norm=rd.Borrowed(model.norm))."
+        )
 
 
 def _check_objective(objective: object) -> None:

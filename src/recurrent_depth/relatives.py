@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from beartype import beartype
 from torch import nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import check_types, require_whole
 from recurrent_depth.behind import BehindLoop, NormEachStep
 from recurrent_depth.borrowed import Borrowed
 from recurrent_depth.builders import assemble, plain
@@ -33,7 +32,7 @@ LIKE_EMBEDDING = math.sqrt(2 / 5)
 """The deviation of Huginn's embedding behind its scale, and of the initial state that looks like one."""
 
 
-@beartype
+@check_types
 def huginn(
     layout: Layout,
     *,
@@ -80,7 +79,7 @@ def huginn(
     )
 
 
-@beartype
+@check_types
 def ouro(
     layout: Layout,
     *,
@@ -106,7 +105,7 @@ def ouro(
     return assemble(layout, parts, update, vocab_size=vocab_size, context_length=context_length, norm=norm)
 
 
-@beartype
+@check_types
 def albert(
     num_layers: int,
     *,
@@ -151,7 +150,7 @@ def albert(
     )
 
 
-@beartype
+@check_types
 def parcae(
     layout: Layout,
     *,

@@ -72,7 +72,7 @@ class StepCorrections(nn.Module):
 
     def at(self, module: nn.Module, step: int) -> dict[str, Tensor]:
         """What a step puts into the module: factors by the names under which the layers read them, and vectors."""
-        if step >= self.num_steps:
+        if not 0 <= step < self.num_steps:
             raise ValueError(
                 f"step {step + 1} has no correction, since they were made for {self.num_steps} steps: ask for at most "
                 f"num_steps={self.num_steps}."
@@ -136,6 +136,11 @@ class RelaxedStack(nn.Module):
 
     def __init__(self, stack: nn.Module, num_steps: int, rank: int, *, skip_first: bool = False, vectors: bool = False):
         super().__init__()
+        if not isinstance(getattr(stack, "blocks", None), nn.ModuleList):
+            raise ValueError(
+                f"stack is of {type(stack).__name__}, but must hold its blocks as `blocks`: give rd.Stack(blocks), or "
+                "model.core.stack of a model."
+            )
         self.blocks = stack.blocks
         self.corrections = StepCorrections(stack, num_steps, rank, skip_first=skip_first, vectors=vectors)
         self._tied = (stack,)  # in a tuple, so that the blocks have one name alone
@@ -170,7 +175,9 @@ def _split(name: str) -> tuple[str, str]:
 def _path(module: nn.Module, path: str, name: str) -> str:
     """Where a layer holds a tensor, also if something was wrapped around the layer since, such as another adapter."""
     holders = module.get_submodule(path).named_modules(prefix=path)
-    place = next(at for at, part in holders if name in part._parameters or name in part._buffers)
+    place = next((at for at, part in holders if name in part._parameters or name in part._buffers), None)
+    if place is None:
+        raise ValueError(f"{type(module).__name__} has no {path}.{name}: it is not the module that was corrected.")
     return f"{place}.{name}".lstrip(".")
 
 

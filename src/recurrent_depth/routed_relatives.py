@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from beartype import beartype
-
+from recurrent_depth.arguments import check_types
 from recurrent_depth.balance import BalanceLoss
-from recurrent_depth.builders import UpdateFactory, assemble, made, plain
+from recurrent_depth.builders import UpdateFactory, assemble, plain
 from recurrent_depth.capacity import falling_capacities
 from recurrent_depth.depth import Layout
+from recurrent_depth.factories import made
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.router import Router
@@ -23,7 +23,7 @@ RouterFactory = Callable[[int, int], Router]
 """Makes a router for a width and a number of steps: `expert_choice`, `token_choice`, `every_other`."""
 
 
-@beartype
+@check_types
 def expert_choice(
     dim: int,
     num_steps: int,
@@ -55,7 +55,7 @@ def expert_choice(
     return ExpertChoice(choose, falling_capacities(num_steps) if capacities is None else capacities)
 
 
-@beartype
+@check_types
 def token_choice(
     dim: int,
     num_steps: int,
@@ -81,7 +81,7 @@ def token_choice(
     return TokenChoice(scores, SoftmaxWeight(alpha), BalanceLoss(balance), z_loss=z_loss)
 
 
-@beartype
+@check_types
 def every_other(
     dim: int, num_steps: int, *, capacity: float | int = 0.125, every: int = 2, loss: float | int = 0.001
 ) -> MixtureOfDepths:
@@ -107,7 +107,7 @@ def every_other(
     return MixtureOfDepths(choose, capacity=capacity, every=every, num_steps=num_steps)
 
 
-@beartype
+@check_types
 def mor(
     layout: Layout,
     *,
@@ -145,7 +145,7 @@ def mor(
     return assemble(layout, form(dim, num_heads), routed, vocab_size=vocab_size, context_length=context_length)
 
 
-@beartype
+@check_types
 def mod(
     layout: Layout,
     *,

@@ -6,13 +6,13 @@ from itertools import count, takewhile
 from typing import NamedTuple
 
 import torch
-from beartype import beartype
 
 from recurrent_depth.accounting import EXECUTED, Counting, Outline, flops, outline
-from recurrent_depth.arguments import require_number, require_whole
-from recurrent_depth.builders import UpdateFactory, gated, made
+from recurrent_depth.arguments import check_types, require_number, require_whole
+from recurrent_depth.builders import UpdateFactory, gated
 from recurrent_depth.contracts import BlockCost, UpdateCost
 from recurrent_depth.depth import Layout
+from recurrent_depth.factories import made
 from recurrent_depth.layout_costs import LayoutCosts
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.update import DepthUpdate, cost_of
@@ -21,7 +21,7 @@ Match = Callable[[Outline], int | float]
 """What is to be equal: `accounting.flops`, `executed_blocks`, `num_parameters`, or a `functools.partial` of one."""
 
 
-@beartype
+@check_types
 def search_layouts(
     dense: RecurrentTransformer,
     match: Match = flops,

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 
-from beartype import beartype
-
-from recurrent_depth.arguments import require_whole
-from recurrent_depth.builders import UpdateFactory, grt, made, plain
+from recurrent_depth.arguments import check_types, require_whole
+from recurrent_depth.builders import UpdateFactory, grt, plain
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Layout
+from recurrent_depth.factories import made
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.relaxation import RelaxedStack
@@ -15,7 +14,7 @@ from recurrent_depth.step_embedding import AddStepEmbedding, StepEmbedding
 from recurrent_depth.update import DepthUpdate
 
 
-@beartype
+@check_types
 def rrt(
     layout: Layout,
     *,
@@ -57,7 +56,7 @@ def rrt(
     return model
 
 
-@beartype
+@check_types
 def ple(
     layout: Layout,
     *,

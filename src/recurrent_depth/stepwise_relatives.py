@@ -3,16 +3,15 @@
 import math
 from collections.abc import Callable
 
-from beartype import beartype
-
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import check_types, require_whole
 from recurrent_depth.attention import Attention
 from recurrent_depth.blocks import MLP
-from recurrent_depth.builders import UpdateFactory, assemble, made, plain
+from recurrent_depth.builders import UpdateFactory, assemble, plain
 from recurrent_depth.conditioned_block import ConditionedBlock
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Layout
 from recurrent_depth.embedding import scaled_embedding
+from recurrent_depth.factories import made
 from recurrent_depth.forms import Form, GPT2Form
 from recurrent_depth.halting import HaltingUpdate
 from recurrent_depth.halting_unit import HaltingUnit, Mix, sum_states
@@ -33,7 +32,7 @@ def step_encoded(dim: int) -> ReplaceState:
     return ReplaceState(StepEncoding())
 
 
-@beartype
+@check_types
 def halted(
     dim: int,
     *,
@@ -62,7 +61,7 @@ def halted(
     return HaltingUpdate(stepping, unit, StepEncoding(), ponder=ponder, epsilon=epsilon, mix=mix)
 
 
-@beartype
+@check_types
 def universal(
     layout: Layout,
     *,
@@ -108,7 +107,7 @@ def universal(
     )
 
 
-@beartype
+@check_types
 def mesh(
     layout: Layout,
     *,
@@ -142,7 +141,7 @@ def mesh(
     return assemble(layout, form(dim, num_heads), update, vocab_size=vocab_size, context_length=context_length)
 
 
-@beartype
+@check_types
 def loopformer(
     layout: Layout,
     *,

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from recurrent_depth.arguments import require_instance
 from recurrent_depth.contracts import Call, Tree, UpdateCost
 from recurrent_depth.gate import DepthGate
-from recurrent_depth.injection import Injection
+from recurrent_depth.injection import Injection, KeepState
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.optional import module_or_identity
 from recurrent_depth.step import StepBlocks
@@ -93,7 +94,7 @@ def begun_by(update: DepthUpdate, anchor: Float[Tensor, "batch token dim"], call
     """The state that an update begins with.
 
     Raises:
-        ValueError: if it gives something else, such as a bare tensor.
+        ValueError: if it gives something else, such as a bare tensor, or one of its tensors is not for each token.
     """
     state = update.begin(anchor, call)
     if not isinstance(state, DepthState):
@@ -101,7 +102,21 @@ def begun_by(update: DepthUpdate, anchor: Float[Tensor, "batch token dim"], call
         raise ValueError(
             f"begin of {name} must return a DepthState, got {got}: rd.initial_state(h, context, carry) makes one."
         )
+    check_leaves(f"begin of {type(update).__name__}", state)
     return state
+
+
+def check_leaves(said_by: str, state: DepthState) -> None:
+    """Raises a ValueError for a state with a tensor that is not for each token: no row or token of it can be picked."""
+    wanted = state.h.shape[:2]
+    for name, tree in (("write", state.write), ("context", state.context), ("carry", state.carry)):
+        odd = next((tuple(x.shape) for x in tree_leaves(tree) if isinstance(x, Tensor) and x.shape[:2] != wanted), None)
+        if odd is not None or (name == "write" and state.write.ndim != 2):
+            got = tuple(state.write.shape) if odd is None else odd
+            raise ValueError(
+                f"{said_by} gives a {name} of shape {got}, but every tensor of it must lead with (batch, token), here "
+                f"{tuple(wanted)}{', and write have no more' if name == 'write' else ''}."
+            )
 
 
 def read_by(update: DepthUpdate, state: DepthState) -> Float[Tensor, "batch token dim"]:
@@ -170,6 +185,12 @@ class ReplaceState(DepthUpdate):
     def cost(self, num_steps: int) -> UpdateCost:
         """The injection's."""
         return UpdateCost(*self.inject.cost())
+
+
+def is_plain(update: DepthUpdate) -> bool:
+    """Whether an update is that of the plain loop, `h <- blocks(h)`, and nothing else."""
+    parts = (update.inject, update.start) if isinstance(update, ReplaceState) else ()
+    return [type(part) for part in parts] == [KeepState, nn.Identity]
 
 
 class GateContext(NamedTuple):

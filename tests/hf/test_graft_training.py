@@ -1,6 +1,7 @@
 """Training grafts: checkpointing, truncated gradients, data-parallel wrappers, adapters."""
 
 import copy
+from functools import partial
 
 import hosts
 import pytest
@@ -44,6 +45,38 @@ def test_checkpointing_recomputes_whole_steps_and_gives_the_same_gradients(name)
     assert_same(grads(model), expected)
     checkpointing(model, "disable")
     assert not model.recurrence.core.checkpointing
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_auxiliary_losses_of_the_loop_are_in_the_loss(checkpointed):
+    model, tokens = hosts.grafted("llama", update=partial(rd.halted, ponder=5.0)).train(), hosts.tokens()
+    if checkpointed:
+        checkpointing(model, "enable")
+    with model.recurrence.recording() as steps:
+        output = model(tokens, labels=tokens)
+    text = rd.next_token_loss(output.logits, tokens)
+    ponder = steps[-1].losses["ponder"]
+    assert ponder > 5
+    torch.testing.assert_close(output.loss, text + ponder)
+    torch.testing.assert_close(model(tokens, labels=tokens, return_dict=False)[0], output.loss)
+    targets = tokens[:, 1:].numel()
+    torch.testing.assert_close(model(tokens, labels=tokens, num_items_in_batch=3 * targets).loss, output.loss / 3)
+    unit = model.recurrence.core.update.inner.unit
+    output.loss.backward()
+    whole = unit.bias.grad.clone()
+    model.zero_grad()
+    with model.recurrence.recording() as steps:
+        model(tokens, labels=tokens)
+    steps[-1].losses["ponder"].backward()
+    assert (whole - unit.bias.grad).abs() < whole.abs()  # the ponder cost is most of it
+
+
+def test_without_labels_nothing_is_added_and_nothing_is_kept():
+    model, tokens = hosts.grafted("llama", update=rd.halted).train(), hosts.tokens()
+    assert model(tokens).loss is None
+    assert model.recurrence.losses == {}
+    model.model(tokens)  # the host's own part, which has no loss
+    assert model.recurrence.losses == {}
 
 
 def core_of(model):

@@ -1,6 +1,5 @@
 """What a native model refuses, and how it says so."""
 
-import jaxtyping
 import pytest
 import torch
 from looped import config_of, made, some_tokens
@@ -10,11 +9,7 @@ import recurrent_depth as rd
 from recurrent_depth.hf import RecurrentDepthConfig, RecurrentDepthForCausalLM, SampleDepth
 from recurrent_depth.hf.versions import CACHE
 
-
-@pytest.fixture(autouse=True)
-def as_a_user_runs_it(monkeypatch: pytest.MonkeyPatch):
-    """Without the hook of the tests, which would name a wrong type before the library does."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+pytestmark = pytest.mark.usefixtures("as_a_user_runs_it")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """What the later steps of a graft see: the anchor, and a learned correction that a real host's outliers leave alone."""
 
 import torch.nn.functional as F
-from beartype import beartype
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import check_types, require_whole
 from recurrent_depth.contracts import Call, PartCost
 from recurrent_depth.gate import AnchoredGate
 from recurrent_depth.injection import Injection
@@ -54,7 +53,7 @@ def _normed(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
-@beartype
+@check_types
 def corrected(dim: int, *, bias: float | int = 0.0) -> GatedDepthUpdate:
     """The gated update of a graft: `AnchorCorrection` in the projection's place, and no noise.
 

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from beartype import beartype
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from recurrent_depth.arguments import check_types
 from recurrent_depth.contracts import BlockCost
 from recurrent_depth.depth import Layout, as_depth
 from recurrent_depth.hf.grafting import is_graft
@@ -17,7 +17,7 @@ from recurrent_depth.outline import Outline
 from recurrent_depth.update import cost_of
 
 
-@beartype
+@check_types
 def graft_outline(model: nn.Module) -> Outline:
     """The outline of a grafted language model, for `rd.accounting`: FLOPs by part and depth, parameters, cache bytes.
 

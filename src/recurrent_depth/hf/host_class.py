@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from recurrent_depth.depth import Depth
+from recurrent_depth.hf.auxiliary import add_to_output
 from recurrent_depth.hf.generation_depth import told_depth
 from recurrent_depth.hf.saving import with_recurrence
 from recurrent_depth.hf.slots import named_like, refuse_mistaken
@@ -56,16 +57,21 @@ def host_class(model: type[nn.Module]) -> Any:
 
 
 def with_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A host's `forward` that takes `num_steps` for the time of a call, and refuses what is close to that name."""
-    known = frozenset(inspect.signature(forward).parameters)
+    """A host's `forward` that takes `num_steps` for the time of a call, and refuses what is close to that name.
+
+    The loop's auxiliary losses are added to the host's loss.
+    """
+    signature = inspect.signature(forward)
+    known = frozenset(signature.parameters)
 
     @functools.wraps(forward)
     def deeper(self: Any, *arguments: Any, num_steps: int | Depth | None = None, **keywords: Any) -> Any:
         refuse_mistaken(keywords, known)
         with self.recurrence.at_depth(num_steps):
-            return forward(self, *arguments, **keywords)
+            output = forward(self, *arguments, **keywords)
+            return add_to_output(output, self.recurrence.losses, keywords)
 
-    vars(deeper)["__signature__"] = _with_steps(inspect.signature(forward))
+    vars(deeper)["__signature__"] = _with_steps(signature)
     return deeper
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache
@@ -13,6 +12,7 @@ from transformers.utils.generic import can_return_tuple
 import recurrent_depth as rd
 from recurrent_depth.depth import as_depth
 from recurrent_depth.hf.attention import host_attention
+from recurrent_depth.hf.auxiliary import with_auxiliary
 from recurrent_depth.hf.cache import StepSlots
 from recurrent_depth.hf.cache_views import model_views
 from recurrent_depth.hf.configuration import RecurrentDepthConfig
@@ -23,7 +23,6 @@ from recurrent_depth.hf.parts import policy_of
 from recurrent_depth.hf.passing import hidden_states, recorded, run
 from recurrent_depth.hf.pretrained import RecurrentDepthPreTrainedModel, mark_started
 from recurrent_depth.hf.versions import CACHE
-from recurrent_depth.objective import IGNORED
 from recurrent_depth.update import cost_of
 
 logger = logging.get_logger(__name__)
@@ -201,10 +200,7 @@ class RecurrentDepthForCausalLM(RecurrentDepthPreTrainedModel, GenerationMixin):
         self, logits: Tensor, labels: Tensor, num_items: int | Tensor | None, losses: dict[str, Tensor]
     ) -> Tensor:
         sizes = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items}
-        loss = self.loss_function(logits=logits, labels=labels, **sizes)
-        # Auxiliary losses are means over tokens: each batch counts by its share of the targets, as the first term does.
-        share = 1.0 if num_items is None else (labels[:, 1:] != IGNORED).sum() / num_items
-        return torch.stack([loss, *(share * auxiliary for auxiliary in losses.values())]).sum()
+        return with_auxiliary(self.loss_function(logits=logits, labels=labels, **sizes), losses, labels, num_items)
 
     _prepare_generation_config = told_depth(GenerationMixin)
 

@@ -1,6 +1,5 @@
-"""What a graft adds to its host: the loop, and what one forward has noted of the host's calls."""
+"""What a graft adds to its host: the loop."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from recurrent_depth.arguments import require_whole
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.depth import Depth, as_depth
 from recurrent_depth.hf.cache import StepSlots
+from recurrent_depth.hf.forward_notes import ForwardNotes
 from recurrent_depth.hf.host_calls import HostCall
 from recurrent_depth.hf.own_layers import OwnLayers
 from recurrent_depth.hf.update_start import start_as_host
@@ -27,31 +27,6 @@ class Place(NamedTuple):
     first: int
     num_core: int
     num_layers: int
-
-
-class Forward(threading.local):
-    """What the forward of one thread was asked for, and what it has noted; each thread has its own.
-
-    A copy, by `copy` or `pickle`, starts with nothing: tensors in the middle of a forward can have no copies.
-    """
-
-    def __init__(self):  # runs once in each thread; a compiler's guards need attributes that are there from the start
-        self.asked: Depth | None = None
-        self.noted: tuple[HostCall, ...] = ()
-        self.anchor: Tensor | None = None
-        self.records: tuple[list[DepthState], ...] = ()
-
-    def __reduce__(self) -> Any:
-        return Forward, ()
-
-    def forget(self) -> None:
-        """Lets go of what was noted."""
-        self.noted, self.anchor = (), None
-
-    def watch(self, state: DepthState) -> None:
-        """Keeps a state for whoever records."""
-        for record in self.records:
-            record.append(state)
 
 
 class Recurrence(nn.Module):
@@ -74,7 +49,7 @@ class Recurrence(nn.Module):
         super().__init__()
         self.core, self.kv, self.place, self.tied = core, kv, place, tied
         self.num_steps = num_steps
-        self._forward = Forward()
+        self._forward = ForwardNotes()
 
     def reset_parameters(self) -> None:
         """Gives every weight its start, that of `graft`: the model is its host. Corrections per step start as none."""
@@ -102,12 +77,18 @@ class Recurrence(nn.Module):
         now = self._forward
         before, now.asked = now.asked, now.asked if num_steps is None else whole_depth(num_steps)
         now.forget()
+        now.losses = {}
         try:
             yield
             self._check_looped()
         finally:
-            now.asked = before
+            now.asked, now.losses = before, None
             now.forget()
+
+    @property
+    def losses(self) -> dict[str, Tensor]:
+        """The auxiliary losses of the forward that is running in this thread, by name; none outside of one."""
+        return self._forward.losses or {}
 
     def _check_looped(self) -> None:
         first, num_core, _ = self.place
@@ -170,7 +151,8 @@ class Recurrence(nn.Module):
         slots = self._slots(calls, depth.num_steps)
         if slots is None:
             calls = tuple(call.with_cache(None) for call in calls)
-        h = self.core(anchor, depth, extra={"calls": calls, "slots": slots}, watch=now.watch if now.records else None)
+        h = self.core(anchor, depth, extra={"calls": calls, "slots": slots}, watch=now.watch)
+        now.sum_losses()
         if slots is not None:
             slots.close()
         return h

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from beartype import beartype
 from torch import nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import check_types, require_whole
 from recurrent_depth.builders import plain
 from recurrent_depth.core import RecurrentCore
 from recurrent_depth.dense_start import TiedStart, average_start
@@ -20,7 +19,7 @@ from recurrent_depth.hf.tied_layers import TiedLayers, TiedStack
 from recurrent_depth.kv_policy import KeepAll
 
 
-@beartype
+@check_types
 def recurse(
     model: nn.Module,
     core: Sequence[int] | None = None,

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from beartype import beartype
 from torch import nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import check_types, require_whole
 from recurrent_depth.hf.dropping import drop_layers
 from recurrent_depth.hf.grafting import graft, host_layers
 from recurrent_depth.hf.host_layers import check_core, state_width
@@ -62,7 +61,7 @@ def adapted(dim: int, *, start: StateStart = random_start, bias: bool = False) -
     return ReplaceState(ConcatProjection(require_whole("dim", dim, at_least=1), bias=bias), start=start(dim))
 
 
-@beartype
+@check_types
 def retrofit(
     model: nn.Module,
     core: Sequence[int],

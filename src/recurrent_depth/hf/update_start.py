@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from recurrent_depth.arguments import require_instance
-from recurrent_depth.builders import called, gated
+from recurrent_depth.builders import gated
+from recurrent_depth.factories import called
 from recurrent_depth.initialisation import start_weights
 from recurrent_depth.injection import Injection
 from recurrent_depth.update import DepthUpdate, cost_of
