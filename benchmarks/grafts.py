@@ -109,7 +109,7 @@ def step_rows(model: Any, tokens: Tensor, rounds: int) -> list[str]:
 
 @torch.no_grad()
 def cache_rows(model: Any, tokens: Tensor) -> list[str]:
-    """Bytes that a cache holds under each policy, and those told beforehand."""
+    """Bytes that a cache holds under each policy, and those predicted."""
     rows, steps = [], 4
     for name, kv in POLICIES.items():
         model.recurrence.kv = kv

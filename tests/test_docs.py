@@ -104,6 +104,28 @@ METHOD_PAGES = sorted((ROOT / "docs" / "methods").glob("*.md"))
 def test_every_method_says_how_it_is_trained_by_a_loss_that_has_all_of_its_parts(page: Path):
     text, table = page.read_text(), (ROOT / "docs" / "training.md").read_text()
     assert f"(methods/{page.name})" in table.partition("## How each method is trained")[2].partition("\n## ")[0]
-    says = ("how-each-method-is-trained", "Depth", "curriculum", "nothing is trained")
-    assert any(word in text for word in says)
+    assert "(../training.md#how-each-method-is-trained)" in text or "nothing is trained" in text
     assert "next_token_loss" not in text  # logits know nothing of the losses of routers and of halting
+
+
+TOLD = {
+    "uniform": "`UniformDepth(R)`",
+    "full_depth": "full depth",
+    "heavy_tail": "`PoissonLogNormalDepth`",
+    "per_row": "`PoissonDepthPerRow`",
+    "shorter": "`UniformDepth(R - 1)`",
+}
+"""How the table begins to say what a sampler of our comparison draws."""
+
+
+def test_the_table_of_training_says_the_depths_that_our_comparison_draws(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from comparison import language
+
+    rows = re.findall(r"^\| \[`rd\.(\w+)`\]\([^)]*\) \| ([^|]*) \|", (ROOT / "docs" / "training.md").read_text(), re.M)
+    told = dict(rows)
+    compared = language.FIRST | language.RELATIVES | language.MORE
+    looped = {name: method for name, method in compared.items() if method.build.func is not rd.dense}
+    assert len(looped) >= 10
+    for name, method in looped.items():
+        assert told[method.build.func.__name__].startswith(TOLD[method.sampler.__name__]), name

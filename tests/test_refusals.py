@@ -43,6 +43,8 @@ WRONG = {
     "positions must be integers": lambda: loop()(torch.randn(2, 3, 8), 3, positions=torch.zeros(1, 1)),
     "x must be": lambda: loop()(torch.zeros(1, 2, 8, dtype=torch.long), 3),
     "dim is 0": lambda: rd.gated(0),
+    "model is 'grt', but must be a RecurrentTransformer": lambda: rd.initialise("grt"),
+    "scale is -1, but must be a finite number above 0": lambda: rd.scaled_embedding(model().embed, -1),
     "dim is 0, but must be a whole number": lambda: rd.ConcatProjection(0),
     "dim is 4.5": lambda: rd.DiagonalInjection(4.5),
     "x is 9 wide, but the update was built for 16": lambda: rd.RecurrentCore(
@@ -88,6 +90,7 @@ def test_an_update_refuses_wrong_types(options: dict):
 
 
 WRONG_TYPES = """
+import torch
 import recurrent_depth as rd
 sizes = {"dim": 16, "num_heads": 2, "vocab_size": 23, "context_length": 16}
 layout = rd.Layout(1, 1, 4, 1)
@@ -97,6 +100,7 @@ for call in (
     lambda: rd.grt(layout, update="gated", **sizes),
     lambda: rd.dense(3, form="llama", **sizes),
     lambda: rd.RecurrentCore([], "gated"),
+    lambda: rd.accounting.flops(torch.nn.Sequential(torch.nn.Linear(2, 2)), 4),
 ):
     try:
         call()
@@ -108,11 +112,19 @@ for call in (
 def test_a_wrong_type_is_a_value_error_of_one_line():
     """In a process of its own: under the hook of the tests, its errors come first."""
     said = subprocess.run([sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, check=True).stdout
-    wanted = ["layout=(1, 1, 4, 1)", "dim=16.0", "update='gated'", "form='llama'", "update='gated'"]
+    wanted = [
+        "layout=(1, 1, 4, 1)",
+        "dim=16.0",
+        "update='gated'",
+        "form='llama'",
+        "update='gated'",
+        'model="Sequential(',
+    ]
     lines = said.splitlines()
     assert len(lines) == len(wanted)
     for line, start in zip(lines, wanted, strict=True):
-        assert f"parameter {start} violates type hint" in line
+        assert f"parameter {start}" in line
+        assert " violates type hint " in line
 
 
 def test_an_unknown_word_is_never_ignored():

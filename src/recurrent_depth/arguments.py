@@ -6,8 +6,16 @@ from typing import Any
 
 from beartype import BeartypeConf, BeartypeViolationVerbosity, beartype
 
+
+class WrongTypeError(ValueError):
+    """An argument is of another type than the signature says. The message is one line, whatever a value prints."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))
+
+
 check_types = beartype(
-    conf=BeartypeConf(violation_type=ValueError, violation_verbosity=BeartypeViolationVerbosity.MINIMAL)
+    conf=BeartypeConf(violation_type=WrongTypeError, violation_verbosity=BeartypeViolationVerbosity.MINIMAL)
 )
 """Refuses arguments of another type than a function's signature says, by a ValueError; for what runs once."""
 

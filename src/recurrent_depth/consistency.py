@@ -1,4 +1,4 @@
-"""Two runs of one model that shall agree: a deep one, and a shallow one that learns to end where it does."""
+"""Two runs of one model that are to agree: a deep one, and a shallow one that learns to end where it does."""
 
 from collections import deque
 from collections.abc import Sequence

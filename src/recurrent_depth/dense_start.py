@@ -88,7 +88,7 @@ def relax(
     Block k of step r stands for block `r L / num_steps + k` of the dense model. Its corrections are the truncated
     singular value decomposition of what the tied weights lack, at scale 1, so that at full rank it is the dense model.
     All of its weights are then trained further, not the corrections alone. What stands before and behind the loop of
-    the dense model, such as a first and a last block that shall share nothing, is copied as it is.
+    the dense model, such as a first and a last block that are to share nothing, is copied as it is.
 
     Args:
         dense: the model, `rd.dense(...)` or another that takes one step; it is not changed.

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_number
+
 
 class Embedding(nn.Module, abc.ABC):
     """Makes a state of each token.
@@ -98,8 +100,12 @@ def scaled_embedding(embedding: Embedding, scale: float) -> Embedding:
     Learned positions too, which would start unheard beside the tokens. With `sqrt(dim)` weights that are small enough
     for a tied head make a state that is large enough for the blocks.
 
+    Raises:
+        ValueError: if `scale` is not above 0.
+
     Reference: Vaswani et al., 2017, arXiv 1706.03762.
     """
+    require_number("scale", scale, above=0)
     for name, table in list(embedding.named_children()):
         if isinstance(table, nn.Embedding):
             changed = ScaledTable(table.num_embeddings, table.embedding_dim, scale=scale)

@@ -4,7 +4,7 @@ import math
 
 from torch import nn
 
-from recurrent_depth.arguments import require_number
+from recurrent_depth.arguments import require_instance, require_number
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.residual import ResidualProjection
 from recurrent_depth.weight_start import WeightStart
@@ -26,8 +26,9 @@ def initialise(model: RecurrentTransformer, *, std: float | None = None, residua
             `std / sqrt(2 * executed blocks)`: the residual stream inside the core meets that many additions.
 
     Raises:
-        ValueError: if a standard deviation is not above 0.
+        ValueError: if a standard deviation is not above 0, or `model` is none.
     """
+    require_instance("model", model, RecurrentTransformer, "rd.grt(...)")
     for name, value in (("std", std), ("residual_std", residual_std)):
         if value is not None:
             require_number(name, value, above=0)

@@ -13,7 +13,7 @@ from recurrent_depth.trees import map_tensors
 
 
 class StepBlocks:
-    """The shared blocks at one step: called with what they shall see, they give the candidate.
+    """The shared blocks at one step: called with what they are to see, they give the candidate.
 
     What blocks say beside their output, losses and memory, is collected in `notes`; the loop folds it into the state,
     so that a step stays a pure function.

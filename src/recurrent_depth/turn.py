@@ -36,8 +36,8 @@ class Turn:
 
     Attributes:
         steps: of the loop, that were begun.
-        aside: what copies shall hold of the new tokens, where their buffers show something else.
-        standing: copies whose buffers show just what they shall hold.
+        aside: what copies will hold of the new tokens, where their buffers show something else.
+        standing: copies whose buffers show just what they will hold.
         begun: the first step that wrote to a copy.
         visited: the blocks that ran.
     """
@@ -86,7 +86,7 @@ class Turn:
         return Slot(deepest.keys.clone(), deepest.values.clone())
 
     def keep(self, key: Key, before: KeysValues | None, merged: KeysValues, rows: Rows, *, changed: bool) -> None:
-        """Puts aside what a copy shall hold of these rows, unless it is what lies aside already."""
+        """Puts aside what a copy will hold of these rows, unless it is what lies aside already."""
         if changed or key in self.standing:
             self.aside[key] = merged if changed and rows is None else self.with_rows(before, merged, rows)
             self.standing.discard(key)

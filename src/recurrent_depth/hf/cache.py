@@ -51,7 +51,7 @@ class StepSlots:
         self.asked = {copy: step for step in range(num_steps) for copy in (policy.reads(step), policy.writes(step))}
         self.steps: list[int] = []
         self.slots: dict[Place, CacheSlot] = {}
-        self.entries: dict[Place, KeysValues] = {}  # what copies shall hold of the new tokens
+        self.entries: dict[Place, KeysValues] = {}  # what copies will hold of the new tokens
         self.standing: set[Place] = set()  # those whose layers hold just that
 
     def view(self, step: int) -> "StepCache":

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 import recurrent_depth as rd
 from recurrent_depth.arguments import require_whole
-from recurrent_depth.hf.parts import Named, build, builder_of, part_of, policy_of
+from recurrent_depth.hf.parts import Named, build, builder_of, builders_with, part_of, policy_of
 from recurrent_depth.initialisation import initialise
 
 ELSEWHERE = {
@@ -18,6 +18,7 @@ ELSEWHERE = {
     "num_steps": "it is the third number of layout, and an argument of each call",
     "num_layers": "give layout, which says how many blocks are stored and how many steps are run",
     "num_key_value_heads": "it belongs to the form: form={'name': 'LlamaForm', 'num_kv_heads': ...}",
+    "num_kv_heads": "it belongs to the form: form={'name': 'LlamaForm', 'num_kv_heads': ...}",
     "tie_word_embeddings": "it belongs to the form: form={'name': 'LlamaForm', 'tied': False}",
 }
 """Names that other models' configurations have, and what says it here."""
@@ -104,6 +105,8 @@ class RecurrentDepthConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{name} is an argument of {self.builder!r}: give builder_arguments={{{name!r}: ...}}."
                 )
+            if (others_of := builders_with(name)) and not hasattr(PreTrainedConfig, name):
+                raise ValueError(f"{name} is no argument of {self.builder!r}, but one of {', '.join(others_of)}.")
             meant = get_close_matches(name, own | set(ELSEWHERE), n=1, cutoff=0.8)
             if meant and not hasattr(PreTrainedConfig, name):
                 raise ValueError(f"{name} is no setting of RecurrentDepthConfig; is {meant[0]} meant?")

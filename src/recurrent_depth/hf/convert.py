@@ -22,6 +22,8 @@ def main(arguments: list[str]) -> None:
     convert = _to_checkpoint if (given.source / "config.json").exists() else _to_folder
     if not given.source.exists():
         parser.error(f"source is {given.source}, but there is no such file or folder.")
+    if given.target.exists() and not (given.target.is_dir() and not any(given.target.iterdir())):
+        parser.error(f"target is {given.target}, where there is something already: name a new folder.")
     try:
         sys.stdout.write(f"{convert(given.source, given.target)}\n")
     except (OSError, ValueError) as error:

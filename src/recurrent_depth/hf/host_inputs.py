@@ -17,7 +17,7 @@ Batch = Mapping[str, Any]
 
 
 class HostInputs(NamedTuple):
-    """All rows that a host shall read, and how many at once."""
+    """All rows that a host is to read, and how many at once."""
 
     by_name: Batch
     num_rows: int

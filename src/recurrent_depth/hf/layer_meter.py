@@ -13,7 +13,7 @@ from recurrent_depth.hf.host_inputs import Batch, HostInputs, Mean, real, run
 from recurrent_depth.hf.layer_probe import Change, LayerCall, replayed, watched, write_aside
 
 Losses = Callable[[Any, Batch], Float[Tensor, " item"]]
-"""Makes the losses of all that shall count, in nats, of a host's output and its inputs."""
+"""Makes the losses of all that counts, in nats, of a host's output and its inputs."""
 
 
 class Probe(NamedTuple):

@@ -43,7 +43,7 @@ def load_graft(
 
     Args:
         folder: a local one.
-        num_steps: the depth of a forward that is told none, where it shall not be the saved one.
+        num_steps: the depth of a forward that is told none, where it is not to be the saved one.
         update: the function that made the update, where it is not one of this library. One of this library is
             restored by itself, and what is given must be that one: another would read the same weights as something
             else.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import recurrent_depth as rd
@@ -28,6 +29,11 @@ def builder_of(name: str) -> Callable[..., rd.RecurrentTransformer]:
         ValueError: if there is none.
     """
     return _lookup("builder", name, BUILDERS)
+
+
+def builders_with(argument: str) -> list[str]:
+    """The names of the builders that take an argument."""
+    return [name for name, builder in BUILDERS.items() if argument in signature(builder).parameters]
 
 
 def part_of(value: Any) -> Any:

@@ -43,7 +43,7 @@ def recurse(
 
     Args:
         model: a decoder or encoder of transformers.
-        core: the layers, in a row; all by default. A first and a last one that shall share nothing are left out.
+        core: the layers, in a row; all by default. A first and a last one that are to share nothing are left out.
         num_steps: how many steps they are divided into.
         rank: of the corrections, cut to that of each matrix; 0 for none.
         start: makes the tied layers, such as `rd.average_start`, `rd.stepwise_start` or `rd.lower_start`.

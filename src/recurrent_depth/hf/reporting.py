@@ -50,7 +50,7 @@ def layer_report(
         num_steps: how often looped layers run in all.
         layers: the host's layers or their dotted name, where they are not found by themselves.
         batch_size: how many rows are read at once, by default all. It changes the memory taken, not the outcome.
-        losses: makes the losses of all that shall count, in nats, of the host's output and its inputs for these rows;
+        losses: makes the losses of all that counts, in nats, of the host's output and its inputs for these rows;
             the report takes their mean. By default the losses of the next tokens, which only a decoder has.
         progress: whether a bar shows it, on standard error, if that is a terminal.
 
