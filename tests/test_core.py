@@ -196,7 +196,7 @@ def test_what_an_update_begins_with_reads_and_costs_is_of_the_kind_that_is_wante
             tiny(update=make(Bare))(X)
         with pytest.raises(ValueError, match=free):
             rd.accounting.flops(tiny(update=make(Free)))
-    model = tiny(update=makes[0](Whole))
+    model = tiny(update=makes[0](Whole)).eval()
     for call in (model, rd.WithObjective(model), partial(rd.generate, max_new_tokens=2)):
         with pytest.raises(ValueError, match=whole):
             call(*([model, X] if isinstance(call, partial) else [X]))
