@@ -128,9 +128,10 @@ class BalanceBias(Balance):
         With several processes give the tokens of all, or the biases drift apart.
 
         Raises:
-            ValueError: if `last` holds no depths from 0 to `num_depths - 1`, or the mask is not of its shape.
+            ValueError: if `last` holds no depths from 0 to `num_depths - 1` (looked at on CPU), or the mask is not of
+                its shape.
         """
-        _check_depths(last, self.num_depths)
+        _check_depths(last, len(self.get_buffer("moves")))
         if mask is not None and mask.shape != last.shape:
             raise ValueError(f"mask must be {tuple(last.shape)} like last, got {tuple(mask.shape)}.")
         moves = self.get_buffer("moves")
@@ -143,6 +144,8 @@ class BalanceBias(Balance):
 def _check_depths(last: Tensor, num_depths: int) -> None:
     if last.is_floating_point() or last.dtype == torch.bool:
         raise ValueError(f"last must hold the number of each token's last step, an integer; got {last.dtype}.")
-    low, high = (int(bound) for bound in last.aminmax()) if last.numel() else (0, 0)
+    if last.numel() == 0 or last.device.type != "cpu":  # elsewhere looking would cost a synchronisation
+        return
+    low, high = (int(bound) for bound in last.aminmax())
     if low < 0 or high >= num_depths:
         raise ValueError(f"last must lie in 0 to {num_depths - 1}, got {low} to {high}.")

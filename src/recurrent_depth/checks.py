@@ -116,7 +116,7 @@ def check_step(update: object, after: object, before: DepthState) -> None:
     if not isinstance(after, DepthState):
         raise ValueError(f"{type(update).__name__} must return a DepthState from a step, got {type(after).__name__}.")
     check_like(f"The state that {type(update).__name__} returns", after.h, before.h)
-    check_leaves(f"A step of {type(update).__name__}", after)
+    check_leaves(f"A step of {type(update).__name__}", after, write=after.write, carry=after.carry)
 
 
 def warn_in_training_mode(name: str, model: nn.Module) -> None:

@@ -102,20 +102,24 @@ def begun_by(update: DepthUpdate, anchor: Float[Tensor, "batch token dim"], call
         raise ValueError(
             f"begin of {name} must return a DepthState, got {got}: rd.initial_state(h, context, carry) makes one."
         )
-    check_leaves(f"begin of {type(update).__name__}", state)
+    check_leaves(
+        f"begin of {type(update).__name__}", state, write=state.write, context=state.context, carry=state.carry
+    )
     return state
 
 
-def check_leaves(said_by: str, state: DepthState) -> None:
-    """Raises a ValueError for a state with a tensor that is not for each token: no row or token of it can be picked."""
+def check_leaves(said_by: str, state: DepthState, **parts: Tree) -> None:
+    """Raises a ValueError for a part of a state with a tensor that is not for each token: none can be picked."""
     wanted = state.h.shape[:2]
-    for name, tree in (("write", state.write), ("context", state.context), ("carry", state.carry)):
-        odd = next((tuple(x.shape) for x in tree_leaves(tree) if isinstance(x, Tensor) and x.shape[:2] != wanted), None)
-        if odd is not None or (name == "write" and state.write.ndim != 2):
-            got = tuple(state.write.shape) if odd is None else odd
+    for name, tree in parts.items():
+        leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree) if tree else ()
+        odd = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape[:2] != wanted), None)
+        if odd is None and name == "write" and state.write.ndim != 2:
+            odd = state.write
+        if odd is not None:
             raise ValueError(
-                f"{said_by} gives a {name} of shape {got}, but every tensor of it must lead with (batch, token), here "
-                f"{tuple(wanted)}{', and write have no more' if name == 'write' else ''}."
+                f"{said_by} gives a {name} of shape {tuple(odd.shape)}, but every tensor of it must lead with (batch, "
+                f"token), here {tuple(wanted)}{', and write have no more' if name == 'write' else ''}."
             )
 
 

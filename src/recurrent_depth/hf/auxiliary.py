@@ -20,8 +20,13 @@ def with_auxiliary(
         labels: the targets of this batch.
         num_items: the targets of all batches whose gradients are added up; None for those of this one.
     """
-    share = 1.0 if num_items is None or labels is None else (labels[:, 1:] != IGNORED).sum() / num_items
+    share = 1.0 if num_items is None or labels is None else _num_targets(labels) / num_items
     return torch.stack([loss, *(share * auxiliary for auxiliary in losses.values())]).sum()
+
+
+def _num_targets(labels: Tensor) -> Tensor:
+    """Of next tokens the first is none; labels of whole texts are one for each."""
+    return ((labels[:, 1:] if labels.ndim > 1 else labels) != IGNORED).sum()
 
 
 def add_to_output(output: Any, losses: Mapping[str, Tensor], given: Mapping[str, Any]) -> Any:
