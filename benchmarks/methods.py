@@ -209,7 +209,7 @@ def rows(dim: int, arguments: argparse.Namespace) -> Iterator[str]:
         step = training_step(method.train(method.build(**sizes)), texts)
         trained = beside_dense(name, step, dense_step, arguments.rounds)
         decoder = decoding(method.build(**sizes), prompt, new)
-        decoded = beside_dense(name, decoder, dense_decoding, arguments.rounds, bound)
+        decoded = beside_dense(name, decoder, dense_decoding, 3 * arguments.rounds, bound)
         yield line(name, trained, decoded, method.limit if dim >= 768 else None)
     for name, tied in PEERS.items():
         trained = beside_dense(name, training_step(NextToken(peer(tied, sizes)), texts), dense_step, arguments.rounds)
@@ -267,7 +267,7 @@ COLUMNS = """
 def main() -> None:
     """Measures, prints line by line, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="rounds per row, at least 2")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of training, at least 2; thrice of decoding")
     parser.add_argument("--dims", type=int, nargs="+", default=[768, 128], help="widths")
     parser.add_argument("--batch", type=int, default=2, help="sequences per training step")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per sequence")
@@ -276,7 +276,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     setting = (
-        f"{arguments.rounds} rounds, {arguments.threads} CPU threads, {platform.machine()}, torch {torch.__version__}."
+        f"{arguments.rounds} rounds, {3 * arguments.rounds} of decoding, which is shorter; {arguments.threads} CPU "
+        f"threads, {platform.machine()}, torch {torch.__version__}."
     )
     page = HEADING.format(
         layout=LAYOUT, batch=arguments.batch, tokens=arguments.tokens, prompt=arguments.tokens - 8,

@@ -985,14 +985,31 @@ def legend(axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_exits_of_one_budget_share_a_panel_of_their_own(tiny, uneven):
-    upper, lower = figures.drawn(tiny[0], uneven)["exits"].axes
-    assert (upper.get_title(), lower.get_title()) == ("trained on 0.00016 M tokens", "trained on 0.00032 M tokens")
-    ends = [sorted(float(line.get_ydata()[-1]) for line in axes.lines) for axes in (upper, lower)]
-    assert ends == [pytest.approx([2.05, 2.25, 2.3]), pytest.approx([1.5, 1.7])]  # the mean over seeds
-    assert legend(upper) == [row.label for row in uneven.rows.values()]
-    for axes in (upper, lower):
+def test_exits_of_one_budget_share_a_panel_of_their_own_with_variants_beside(tiny, uneven):
+    figure = figures.drawn(tiny[0], uneven)["exits"]
+    panels = {axes.get_title(): sorted(float(line.get_ydata()[-1]) for line in axes.lines) for axes in figure.axes}
+    assert panels == {  # the mean over seeds; dense and blocks, the measures, stand in both
+        "methods, 0.00016 M tokens": pytest.approx([2.05, 2.3]),
+        "variants, 0.00016 M tokens": pytest.approx([2.05, 2.25, 2.3]),
+        "methods, 0.00032 M tokens": pytest.approx([1.5, 1.7]),
+        "variants, 0.00032 M tokens": pytest.approx([1.5]),
+    }
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [row.label for row in uneven.rows.values()]
+    for axes in figure.axes:
         assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+def test_a_loss_far_above_the_others_is_named_and_does_not_squeeze_them(tiny, uneven):
+    far = uneven.rows["every"]._replace(budgets=[[cell(0, 160, [9.0, 9.0, 9.5]), cell(1, 160, [9.0, 9.0, 9.5])], []])
+    drawn = figures.drawn(tiny[0], uneven._replace(rows={**uneven.rows, "every": far}))
+    for name in ("training-flops", "parameters"):
+        [axes] = drawn[name].axes
+        assert 2.3 < axes.get_ylim()[1] < 3
+        assert [note.get_text() for note in axes.texts] == ["every exit: 9.50 \u2191"]
+    [axes] = drawn["ablations"].axes
+    assert axes.get_xlim()[1] < 1
+    assert [note.get_text() for note in axes.texts] == ["7.45 \u2192"]
+    assert not any(axes.texts for axes in figures.drawn(tiny[0], uneven)["training-flops"].axes)
 
 
 def test_every_budget_is_drawn_against_parameters_in_a_colour_of_its_own(tiny, uneven):

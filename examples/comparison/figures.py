@@ -55,7 +55,7 @@ def drawn(comparison: Comparison, table: Table) -> dict[str, Figure]:
         return {
             "training-flops": _against_flops(rows),
             "parameters": _against_parameters(rows, budgets),
-            "exits": _by_exit(rows, budgets),
+            "exits": _by_exit(comparison, rows, budgets),
             "ablations": _differences(comparison, table, rows, budgets),
         }
 
@@ -66,6 +66,7 @@ def _against_flops(rows: list[Row]) -> Figure:
         done = [group for group in row.budgets if group]
         flops = [mean(group, lambda result: result["training"]["flops"]) for group in done]
         axes.plot(flops, [mean(group) for group in done], label=row.label, **look(number))
+    _leave_out_far(axes, rows)
     axes.set(xlabel="training FLOPs, as executed", title="One line a method, one point a budget", ylabel=SCORE)
     _logarithmic(axes)
     _legend(axes, axes.get_legend_handles_labels()[0])
@@ -78,6 +79,7 @@ def _against_parameters(rows: list[Row], budgets: list[str]) -> Figure:
         for color, group in zip(_colors(budgets), row.budgets, strict=True):
             if group:
                 axes.plot([group[0]["parameters"]], [mean(group)], color=color, linestyle="", **mark(number))
+    _leave_out_far(axes, rows)
     axes.set(xlabel="parameters", title="One colour a budget, one point a method", ylabel=SCORE)
     _logarithmic(axes)
     colors = zip(_colors(budgets), budgets, strict=True)
@@ -86,16 +88,25 @@ def _against_parameters(rows: list[Row], budgets: list[str]) -> Figure:
     return figure
 
 
-def _by_exit(rows: list[Row], budgets: list[str]) -> Figure:
-    """A panel for each budget, so that no two budgets are compared; it shows all methods that have come so far."""
+def _by_exit(comparison: Comparison, rows: list[Row], budgets: list[str]) -> Figure:
+    """A panel for each budget, so that no two budgets are compared; beside it one of variants, which take a rate."""
     done = [number for number in range(len(budgets)) if any(row.budgets[number] for row in rows)]
-    figure, panels = _figure(rows, len(done))
-    for axes, number in zip(panels, done, strict=False):
-        groups = {at: row.budgets[number] for at, row in enumerate(rows) if row.budgets[number]}
-        _exits(axes, {at: _mean_exits(group) for at, group in groups.items()})
-        axes.set_title(f"trained on {budgets[number]}")
-        axes.set_ylabel(SCORE)
-    _legend(panels[0], [_key(row.label, **look(number)) for number, row in enumerate(rows)])
+    measures = {comparison.baseline, comparison.floor}
+    varied = [comparison.methods[row.name].rate_of is not None for row in rows]
+    kinds = [kind for kind in (False, True) if kind in varied]
+    figure = Figure(figsize=(5 * len(kinds) + 3.5, max(1, len(done)) * 4.2 + 0.1 * len(rows)), layout="constrained")
+    panels = figure.subplots(max(1, len(done)), max(1, len(kinds)), squeeze=False)
+    for beside, number in zip(panels, done, strict=False):
+        for axes, kind in zip(beside, kinds, strict=True):
+            shown = [at for at, row in enumerate(rows) if varied[at] == kind or row.name in measures]
+            groups = {at: rows[at].budgets[number] for at in shown if rows[at].budgets[number]}
+            axes.set(title=f"{'variants' if kind else 'methods'}, {budgets[number]}", ylabel=SCORE)
+            if groups:
+                _exits(axes, {at: _mean_exits(group) for at, group in groups.items()})
+    keys = [_key(row.label, **look(number)) for number, row in enumerate(rows)]
+    figure.legend(
+        handles=keys, fontsize="small", edgecolor="none", loc="outside lower left", ncols=2 if len(keys) > 9 else 1
+    )
     return figure
 
 
@@ -129,6 +140,12 @@ def _differences(comparison: Comparison, table: Table, rows: list[Row], budgets:
     axes.set_ylim(max(1, len(shown)) - 0.5, -0.5)
     label = comparison.methods[base].label
     axes.set_xlabel(f"bits per byte more than {label}, at as many tokens; a line that crosses 0 claims nothing")
+    most = _most([more.value for each in shown.values() for more in each if more is not None])
+    if most is not None:
+        axes.set_xlim(-0.15 * most, most)
+        beyond = [(at, more) for at, each in enumerate(shown.values()) for more in each if more and more.value > most]
+        for at, more in beyond:
+            axes.annotate(f"{more.value:.2f} \u2192", (most, at), ha="right", va="center")
     filled = [_key(budget, color=color, marker="o") for color, budget in zip(_colors(budgets), budgets, strict=True)]
     _legend(axes, [*filled, _key("open: one seed, no error known", color="gray", marker="o", fillstyle="none")])
     return figure
@@ -139,6 +156,23 @@ def _difference(axes: Axes, more: Estimate, at: float, color: str) -> None:
         axes.plot([more.value], [at], "o", color=color, fillstyle="none")
     else:
         axes.errorbar([more.value], [at], xerr=[errors_needed(more.freedom) * more.error], fmt="o", color=color)
+
+
+def _leave_out_far(axes: Axes, rows: list[Row]) -> None:
+    """Ends the vertical axis below losses far above all others, and says which they are."""
+    losses = [(mean(group), row.label) for row in rows for group in row.budgets if group]
+    most = _most([loss for loss, _ in losses])
+    if most is not None:
+        axes.set_ylim(min(losses)[0] - 0.1 * (most - min(losses)[0]), most)
+        beyond = "\n".join(f"{label}: {loss:.2f} \u2191" for loss, label in losses if loss > most)
+        axes.annotate(beyond, (0.5, 0.99), xycoords="axes fraction", ha="center", va="top")
+
+
+def _most(values: Sequence[float]) -> float | None:
+    """Where an axis ends if some values are far above the others; None where none is."""
+    low, middle = min(values, default=0.0), float(np.median(values)) if values else 0.0
+    near = [value for value in values if value <= middle + 4 * (middle - low)]
+    return None if len(near) == len(values) else max(near) + 0.15 * (max(near) - low)
 
 
 def _figure(rows: list[Row], num_panels: int = 1) -> tuple[Figure, list[Axes]]:
