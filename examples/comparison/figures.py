@@ -89,7 +89,7 @@ def _against_parameters(rows: list[Row], budgets: list[str]) -> Figure:
 
 
 def _by_exit(comparison: Comparison, rows: list[Row], budgets: list[str]) -> Figure:
-    """A panel for each budget, so that no two budgets are compared; beside it one of variants, which take a rate."""
+    """A panel for each budget, so that no two budgets are compared; beside it one of variants, which take another's."""
     done = [number for number in range(len(budgets)) if any(row.budgets[number] for row in rows)]
     measures = {comparison.baseline, comparison.floor}
     varied = [comparison.methods[row.name].rate_of is not None for row in rows]
@@ -104,9 +104,7 @@ def _by_exit(comparison: Comparison, rows: list[Row], budgets: list[str]) -> Fig
             if groups:
                 _exits(axes, {at: _mean_exits(group) for at, group in groups.items()})
     keys = [_key(row.label, **look(number)) for number, row in enumerate(rows)]
-    figure.legend(
-        handles=keys, fontsize="small", edgecolor="none", loc="outside lower left", ncols=2 if len(keys) > 9 else 1
-    )
+    figure.legend(handles=keys, fontsize="small", edgecolor="none", loc="outside lower left", ncols=3)
     return figure
 
 
