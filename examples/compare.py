@@ -4,6 +4,7 @@
     python examples/compare.py --out runs/compare --text my_texts/ --jobs 4
     python examples/compare.py --out runs/mine --cells mine.py                             # docs/comparison.md has one
     python examples/compare.py --out runs/compare --publish docs/results/comparison
+    python examples/compare.py --out runs/compare --restore docs/results/comparison        # go on from there
     python examples/compare.py --out runs/compare --verify docs/results/comparison/cells/grt-lr0.003-seed0.json
 
 Kill it whenever you like: the same command goes on, cell by cell and inside each cell, and nothing is lost. What is
@@ -24,6 +25,7 @@ from comparison.loading import load_cells
 from comparison.locking import BusyError
 from comparison.parts import Comparison, Trials
 from comparison.planning import find_run, results, runs_of, unfinished
+from comparison.restoring import restore
 from comparison.running import Running
 from comparison.stopping import StoppedError, stop_request
 from comparison.verifying import verify
@@ -45,6 +47,8 @@ class Arguments(NamedTuple):
     """Added to the niceness of the processes; 19 yields to everything else that runs on the machine."""
     publish: Path | None = None
     """Trains nothing; writes table, JSON and plots of what there is to this folder."""
+    restore: Path | None = None
+    """Takes the results published in this folder as done, so that only what they lack is trained."""
     verify: Path | None = None
     """Trains the first steps of a published cell again and compares the losses."""
     tolerance: float = 0.005
@@ -75,6 +79,8 @@ def require_sensible(arguments: Arguments) -> None:
         raise ValueError(f"tolerance is {arguments.tolerance}, but must be a number of nats of at least 0.")
     if arguments.text is not None and not arguments.text.exists():
         raise ValueError(f"text is {arguments.text}, but there is no such file or folder.")
+    if arguments.restore is not None and arguments.verify is not None:
+        raise ValueError(f"restore is {arguments.restore}, but goes without --verify.")
     _require_folder("out", arguments.out)
     if arguments.publish is not None:
         _require_folder("publish", arguments.publish)
@@ -108,10 +114,12 @@ def main(arguments: Arguments) -> int:
     os.nice(arguments.nice)
     torch.set_num_threads(1)
     comparison = load(arguments)
-    if arguments.publish is None and not arguments.status:
+    if arguments.restore is not None or (arguments.publish is None and not arguments.status):
         make_out(arguments.out)
     if arguments.verify is not None:
         return verify(comparison, arguments.verify, arguments.out, tolerance=arguments.tolerance, say=_say)
+    if arguments.restore is not None and arguments.parent is None:
+        _say(restore(comparison, arguments.restore, arguments.out))
     if arguments.only is not None:
         return train_only(comparison, arguments, arguments.only)
     done = results(comparison, arguments.out)

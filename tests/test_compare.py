@@ -25,15 +25,18 @@ from torch.utils.flop_counter import FlopCounterMode
 # isort: split
 import compare
 from comparison import figures, planning, running, statistics, tables, working
+from comparison.cells import cell_files, read_cell
 from comparison.checking import check, check_methods, check_steps
 from comparison.collecting import Row, Table, collect
 from comparison.describing import described
 from comparison.language import COMPARISON as LANGUAGE
+from comparison.loading import load_cells
 from comparison.locking import BusyError, is_held, only_one
 from comparison.panel import panel
 from comparison.parts import Full, Method, Run, Trials, cost, full_depth
 from comparison.planning import best_rate, find_run, known_runs, missing_runs, read_result, score, trials
 from comparison.puzzles import IGNORED, Automaton, PointerChasing, PuzzleData
+from comparison.restoring import restore
 from comparison.running import DivergedError, Running
 from comparison.stopping import StoppedError, stop_request
 from comparison.text import TextData
@@ -917,11 +920,12 @@ DAMAGE = {
     "no budgets": without("budgets"),
     "empty budgets": lambda cell: {**cell, "budgets": []},
     "no configuration": lambda cell: {**cell, "budgets": [{}]},
+    "no budget": lambda cell: {**cell, "budgets": [{"config": {}}]},
+    "a budget in words": lambda cell: {**cell, "budgets": [{"config": {}, "budget": "../5"}]},
     "no losses": without("first_losses"),
     "losses as words": lambda cell: {**cell, "first_losses": ["a"] * 4},
     "losses that are none": lambda cell: {**cell, "first_losses": [math.nan] * 4},
     "too many losses": lambda cell: {**cell, "first_losses": [3.0] * 500},
-    "unknown method": of_run(method="gone"),
     "a list as method": of_run(method=[]),
     "a further key": of_run(extra=1),
     "a rate in words": of_run(rate="fast"),
@@ -931,13 +935,33 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_cell_that_is_damaged_is_refused_by_name(finished, tmp_path, kind):
+def test_a_cell_that_is_damaged_is_refused_by_name(finished, tmp_path, out, kind):
     comparison, folder = finished
-    path = tmp_path / "cell.json"
-    config = {"config": {}}
+    path = tmp_path / "cells" / "cell.json"
+    path.parent.mkdir()
+    config = {"config": {}, "budget": 5}
     whole = {"run": GRT._asdict(), "budgets": [config], "first_losses": [5.0] * 4}
     path.write_text(json.dumps(DAMAGE[kind](whole)))
     with pytest.raises(ValueError, match=r"verify is .*cell\.json, but"):
+        verify(comparison, path, folder, tolerance=1e-4, say=print)
+    with pytest.raises(ValueError, match=r"restore is .*cell\.json, but"):
+        restore(comparison, tmp_path, out)
+    assert not (out / GRT.name).exists()
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({"first_losses": []}, "no first_losses"),
+        ({"run": GRT._replace(method="gone")._asdict()}, "gone, which is none"),
+    ],
+)
+def test_a_cell_that_leaves_nothing_to_verify_is_refused(finished, tmp_path, changed, told):
+    comparison, folder = finished
+    path = tmp_path / "cell.json"
+    whole = {"run": GRT._asdict(), "budgets": [{"config": {}, "budget": 5}], "first_losses": [5.0] * 4}
+    path.write_text(json.dumps({**whole, **changed}))
+    with pytest.raises(ValueError, match=rf"verify is .*cell\.json, but .*{told}"):
         verify(comparison, path, folder, tolerance=1e-4, say=print)
 
 
@@ -948,6 +972,118 @@ def test_a_cell_whose_training_diverges_here_is_told(finished, tmp_path, monkeyp
     monkeypatch.setattr(Running, "take_step", diverges)
     with pytest.raises(ValueError, match=r"verify is .*\.json, but here its training diverges: loss nan at step 1"):
         verify(comparison, path, folder, tolerance=1e-4, say=print)
+
+
+# Restoring
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_restored_is_published_as_it_was_and_only_the_rest_is_trained(finished, tmp_path, out):
+    comparison, folder = finished
+    comparison.publish(comparison, folder, tmp_path / "first")
+    assert restore(comparison, tmp_path / "first", out).startswith("15 results of 9 cells taken from")
+    assert progress(comparison, out, 1) == "0 of 0 steps done"
+    assert known_missing(comparison, out) == []
+    comparison.publish(comparison, out, tmp_path / "second")
+    assert everything(tmp_path / "second") == everything(tmp_path / "first")
+
+
+def known_missing(comparison, out) -> list[str]:
+    return [run.name for run in missing_runs(comparison, out)]
+
+
+def test_a_run_whose_longest_budget_was_not_published_begins_anew_and_adds_it(finished, tmp_path, out):
+    comparison, folder = finished
+    shorter = comparison._replace(protocol=comparison.protocol._replace(budgets=(5,)))
+    shorter.publish(shorter, folder, tmp_path / "published")
+    restore(comparison, tmp_path / "published", out)
+    run = Run("grt", best_rate(comparison, folder, "grt"), 1, 2)
+    assert run.name in known_missing(comparison, out)
+    assert progress(comparison, out, 1) == "0 of 60 steps done"  # 6 runs of a trunk of 8 and a cooldown of 2
+    before = (out / run.name / "result-5.json").read_bytes()  # with the time that it took there
+    Running(comparison, run, out).finish()
+    assert (out / run.name / "result-5.json").read_bytes() == before
+    assert not (out / run.name / "cooldown-5").exists()
+    assert outcome(out, run)[0] == outcome(folder, run)[0]
+    assert progress(comparison, out, 1).startswith("10 of 60 steps done")
+
+
+def test_what_is_there_stays_and_cells_of_other_methods_are_left(finished, tmp_path, out):
+    comparison, folder = finished
+    comparison.publish(comparison, folder, tmp_path / "published")
+    names = ("dense", "blocks")
+    fewer = comparison._replace(
+        methods={name: comparison.methods[name] for name in names},
+        plan=tuple(cell for cell in comparison.plan if cell.method in names),
+        pairs=(),
+    )
+    run = Run("dense", best_rate(comparison, folder, "dense"), 1, 2)
+    (out / run.name).mkdir()
+    (out / run.name / "result-5.json").write_text("ours")
+    assert "cells are of other methods" in restore(fewer, tmp_path / "published", out)
+    assert (out / run.name / "result-5.json").read_text() == "ours"
+    assert {path.name.split("-")[0] for path in out.glob("*-seed*")} == set(names)
+
+
+def of_config(key: str, value: object):
+    def changed(cell: dict) -> dict:
+        [first, *further] = cell["budgets"]
+        return {**cell, "budgets": [{**first, "config": {**first["config"], key: value}}, *further]}
+
+    return changed
+
+
+OTHERS = {
+    "sizes is": of_config("sizes", [8, 1]),
+    "protocol.clip is": of_config("protocol", {"clip": 2.0}),
+    "data.checksum is": of_config("data", {"checksum": "0"}),
+    "method.build is": of_config("method", {"build": "another"}),
+    "run is other": of_config("run", "other"),
+    "holds no measurement at budget 5": lambda cell: {**cell, "budgets": [{**cell["budgets"][0], "measured": {}}]},
+}
+
+
+@pytest.mark.parametrize("told", OTHERS)
+def test_nothing_is_restored_where_a_cell_is_of_another_run(finished, tmp_path, out, told):
+    comparison, folder = finished
+    comparison.publish(comparison, folder, tmp_path / "published")
+    path = max((tmp_path / "published" / "cells").glob("*.json"))
+    path.write_text(json.dumps(OTHERS[told](json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=rf"restore is .*published, but {path.name} there .*{told}"):
+        restore(comparison, tmp_path / "published", out)
+    assert list(out.glob("*-seed*")) == []
+
+
+def test_one_command_restores_and_trains_what_is_missing(finished, tmp_path, out):
+    comparison, folder = finished
+    comparison.publish(comparison, folder, tmp_path / "published")
+    lacking = f"grt-lr{best_rate(comparison, folder, 'grt'):g}-seed1"
+    (tmp_path / "published" / "cells" / f"{lacking}.json").unlink()
+    line = ["--cells", "tiny_cells", "--text", str(folder / "text.py"), "--out", str(out), "--nice", "0"]
+    process = start(run_compare, *line, "--restore", str(tmp_path / "published"), out=tmp_path / "said")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "said").read_text()
+    assert known_missing(comparison, out) == []
+    assert [path.parents[1].name for path in out.glob("*/trunk/log.jsonl")] == [lacking]
+    assert (tmp_path / "said").read_text().count("taken from") == 1  # not by the process of the run too
+
+
+def test_a_folder_without_cells_is_refused(finished, tmp_path, out):
+    with pytest.raises(ValueError, match=r"restore is .*, but there is no published cell in .*cells"):
+        restore(finished[0], tmp_path, out)
+
+
+def test_a_trial_that_the_choice_of_a_rate_did_not_need_is_published_too(finished, tmp_path, out):
+    comparison, folder = finished
+    more = comparison._replace(protocol=comparison.protocol._replace(rates=(1e-3, 2e-3, 4e-3, 8e-3)))
+    shutil.copytree(folder, out, dirs_exist_ok=True, symlinks=True, ignore=shutil.ignore_patterns("text"))
+    extra = Run("dense", 8e-3, 0, 1)
+    assert extra not in trials(more, out, "dense")
+    Running(more, extra, out).finish()
+    assert f"cells/{extra.name}.json" in cell_files(more, out)
 
 
 # Plots
@@ -1064,10 +1200,11 @@ def test_shares_of_no_headroom_are_none(tiny, uneven):
 
 @pytest.fixture
 def page(tmp_path, monkeypatch) -> Path:
-    """The file of cells that the documentation shows."""
-    [code] = re.findall(r"^```py\n(.*?)^```", (EXAMPLES.parent / "docs" / "comparison.md").read_text(), re.M | re.S)
+    """The files of cells that the documentation shows; this one stands alone."""
+    code = re.findall(r"^```py\n(.*?)^```", (EXAMPLES.parent / "docs" / "comparison.md").read_text(), re.M | re.S)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "mine.py").write_text(code)
+    for name, lines in zip(("mine.py", "beside.py"), code, strict=True):
+        (tmp_path / name).write_text(lines)
     return tmp_path / "mine.py"
 
 
@@ -1080,6 +1217,17 @@ def test_the_cells_of_the_page_are_trained_published_and_verified(tiny, page, ou
     assert compare.main(asked._replace(publish=out / "mine")) == 0
     assert "| GRT, bias 0 less GRT |" in capsys.readouterr().out
     assert compare.main(asked._replace(verify=out / "mine" / "cells" / "grt-lr0.003-seed0.json")) == 0
+
+
+def test_of_a_method_beside_the_published_ones_all_others_are_published(page):
+    comparison = load_cells(str(page.with_name("beside.py")))
+    check(comparison)
+    check_methods(comparison)
+    published = EXAMPLES.parent / "docs" / "results" / "comparison" / "cells"
+    cells = [read_cell(comparison, "restore", path) for path in published.glob("*.json")]
+    done = {(cell.run.method, cell.run.seed, len(cell.budgets)) for cell in cells}
+    others = [cell for cell in comparison.plan if cell.method != "mine"]
+    assert {(cell.method, cell.seed, len(comparison.protocol.budgets)) for cell in others} <= done
 
 
 def test_a_file_of_cells_and_what_lies_beside_it_are_found_by_path_from_any_folder(tiny, out, tmp_path):
@@ -1126,6 +1274,8 @@ REFUSED = [
     ({"publish": Path(__file__)}, "publish is .*that is a file; it must be a folder"),
     ({"publish": Path(__file__) / "a" / "b"}, "publish is .*test_compare.py is a file; it must be a folder"),
     ({"only": "grt"}, "only is grt, but the runs that can be begun are grt-lr0.001-seed0, grt-lr0.002-seed0, "),
+    ({"restore": Path("here"), "out": Path("/proc/x")}, "out is /proc/x, but no folder can be made there"),
+    ({"restore": Path("here"), "verify": Path("x")}, "restore is here, but goes without --verify"),
     ({"publish": Path("here")}, "out is nowhere, but no run has a result"),
     ({"cells": "no/such/cells.py"}, "cells is no/such/cells.py, but there is no such file"),
     ({"cells": "no.such.module"}, "a module that can be imported, such as comparison.language .*No module named"),

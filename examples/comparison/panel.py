@@ -11,11 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from comparison.cells import cell_files
 from comparison.figures import STYLE, as_png, look
 from comparison.language import FIRST
 from comparison.parts import Comparison, Full, Protocol, Run, Trials
 from comparison.planning import best_rate, read_result, score
-from comparison.publishing import cell_files, what_ran, write
+from comparison.publishing import what_ran, write
 from comparison.puzzles import Puzzle, PuzzleData
 
 SEEDS = (0, 1)

@@ -32,10 +32,15 @@ def score(comparison: Comparison, result: dict[str, Any]) -> float:
     return math.inf if math.isnan(found) else found
 
 
+def missing_budgets(comparison: Comparison, out: Path, run: Run) -> list[int]:
+    """Those of its budgets that have no result."""
+    budgets = comparison.protocol.budgets[: run.num_budgets]
+    return [budget for budget in budgets if not result_path(out / run.name, budget).exists()]
+
+
 def is_done(comparison: Comparison, out: Path, run: Run) -> bool:
     """Whether all of its budgets have a result."""
-    budgets = comparison.protocol.budgets[: run.num_budgets]
-    return all(result_path(out / run.name, budget).exists() for budget in budgets)
+    return not missing_budgets(comparison, out, run)
 
 
 def possible_trials(comparison: Comparison, method: str) -> list[Run]:
@@ -92,6 +97,12 @@ def known_runs(comparison: Comparison, out: Path) -> Iterator[Run]:
     """All runs that can be named by now, in the plan's order."""
     for cell in comparison.plan:
         yield from runs_of(comparison, out, cell) or ()
+
+
+def runs_by_name(comparison: Comparison, out: Path) -> dict[str, Run]:
+    """Those of the plan, and before them all trials: some may have been made that the choice of a rate did not need."""
+    tried = [run for cell in comparison.plan for run in possible_trials(comparison, cell.method)]
+    return {run.name: run for run in (*tried, *known_runs(comparison, out))}
 
 
 def results(comparison: Comparison, out: Path) -> list[dict[str, Any]]:

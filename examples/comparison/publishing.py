@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from journal import read_journal
 
 from comparison import tables
+from comparison.cells import cell_files
 from comparison.collecting import Table, collect
 from comparison.files import read_json
-from comparison.parts import Comparison, Run
-from comparison.planning import known_runs, read_result
+from comparison.parts import Comparison
+from comparison.planning import read_result, runs_by_name
 from comparison.statistics import Estimate, Spread
 from comparison.text import TOLD
 
@@ -48,30 +48,20 @@ def write(folder: Path, files: Mapping[str, str | bytes]) -> None:
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def cell_files(comparison: Comparison, out: Path) -> dict[str, str]:
-    """The results of each run that has any as one file, by its name."""
-    found = {run.name: _cell(comparison, out, run) for run in known_runs(comparison, out)}
-    return {f"cells/{name}.json": json.dumps(cell) + "\n" for name, cell in found.items() if cell["budgets"]}
-
-
-def _cell(comparison: Comparison, out: Path, run: Run) -> dict[str, Any]:
-    results = [read_result(comparison, out, run, budget) for budget in comparison.protocol.budgets]
-    done = [result for result in results if result is not None]
-    first = done[0].get("first_losses", []) if done else []
-    budgets = [{key: value for key, value in result.items() if key != "first_losses"} for result in done]
-    return {"run": run._asdict(), "budgets": budgets, "first_losses": [round(loss, 5) for loss in first]}
-
-
 def what_ran(comparison: Comparison, out: Path, num_cells: int) -> str:
     """How many runs, their time, and the machine's size."""
     return f"{num_cells} runs, {_hours(comparison, out):.1f} core-hours of steps. {_machine()}"
 
 
 def _hours(comparison: Comparison, out: Path) -> float:
-    """What all steps took of one core."""
-    names = {run.name for run in known_runs(comparison, out)}
-    logs = [log for name in names for log in (out / name).glob("*/log.jsonl")]
-    return sum(record["seconds"] for log in logs for record in read_journal(log)) / 3600
+    """What the steps behind all results took of one core, to a percent or two.
+
+    Budgets share their trunk: all of the longest counts, of the others their cooldowns.
+    """
+    runs = runs_by_name(comparison, out).values()
+    found = [[read_result(comparison, out, run, budget) for budget in comparison.protocol.budgets] for run in runs]
+    taken = [[result["training"]["seconds"] for result in of if result and "training" in result] for of in found]
+    return sum(of[-1] + comparison.protocol.cooldown * sum(of[:-1]) for of in taken if of) / 3600
 
 
 def _report(comparison: Comparison, out: Path, table: Table, num_cells: int) -> str:

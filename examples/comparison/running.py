@@ -23,6 +23,7 @@ from recurrent_depth import accounting
 from recurrent_depth.training import Checkpoint, latest_checkpoint, load_checkpoint, parameter_groups, save_checkpoint
 
 SAVE_EVERY = 200
+TRUNK = "trunk"  # the folder of a run's trunk
 FIRST_STEPS = 200  # whose losses are part of the result, for `--verify`
 
 
@@ -109,9 +110,9 @@ class Running:
         """The trunk up to the fork of a budget, and the cooldown from there."""
         protocol = self.comparison.protocol
         fork = protocol.fork(budget)
-        trunk = Stage(self.folder / "trunk", 0, fork, lambda step: min(1.0, (step + 1) / protocol.warmup))
+        trunk = Stage(self.folder / TRUNK, 0, fork, lambda step: min(1.0, (step + 1) / protocol.warmup))
         falling = Stage(
-            self.folder / f"cooldown-{budget}", fork, budget, lambda step: (budget - step) / (budget - fork)
+            self.folder / cooldown_name(budget), fork, budget, lambda step: (budget - step) / (budget - fork)
         )
         return trunk, falling
 
@@ -204,6 +205,11 @@ class Running:
             "flops_per_token": accounting.flops_per_token(model, length),
             "config": self.config,
         }
+
+
+def cooldown_name(budget: int) -> str:
+    """Of the folder of a budget's cooldown, in that of its run."""
+    return f"cooldown-{budget}"
 
 
 def result_path(folder: Path, budget: int) -> Path:

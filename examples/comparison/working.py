@@ -11,7 +11,8 @@ from journal import read_journal
 
 from comparison.locking import is_held
 from comparison.parts import Comparison, Full, Run
-from comparison.planning import known_runs, missing_runs, runs_of
+from comparison.planning import known_runs, missing_budgets, missing_runs, runs_of
+from comparison.running import TRUNK, cooldown_name
 from comparison.stopping import StoppedError
 
 POLL_SECONDS = 1.0
@@ -132,26 +133,37 @@ class Crew:
 
 
 def progress(comparison: Comparison, out: Path, jobs: int) -> str:
-    """Steps done and to do, and the time left: each method at its own speed so far, new ones at the mean of all."""
+    """Steps done and to do, and the time left: each method at its own speed so far, new ones at the mean of all.
+
+    Steps of restored results, which others took, are neither done nor to do.
+    """
     taken = {name: [0, 0.0] for name in comparison.methods}
-    planned = dict.fromkeys(comparison.methods, 0)
+    left = dict.fromkeys(comparison.methods, 0)
     for run in _longest(list(known_runs(comparison, out))):
-        records = [record for path in (out / run.name).glob("*/log.jsonl") for record in read_journal(path)]
-        taken[run.method][0] += len(records)
-        taken[run.method][1] += sum(record["seconds"] for record in records)
-        planned[run.method] += comparison.protocol.steps(run.num_budgets)
+        records = {path.parent.name: read_journal(path) for path in (out / run.name).glob("*/log.jsonl")}
+        taken[run.method][0] += sum(map(len, records.values()))
+        taken[run.method][1] += sum(record["seconds"] for of in records.values() for record in of)
+        left[run.method] += steps_left(comparison, out, run, {name: len(of) for name, of in records.items()})
     unknown = [cell for cell in comparison.plan if isinstance(cell, Full) and runs_of(comparison, out, cell) is None]
     for method, _ in dict.fromkeys((cell.method, cell.seed) for cell in unknown):
-        planned[method] += comparison.protocol.steps(len(comparison.protocol.budgets))
+        left[method] += comparison.protocol.steps(len(comparison.protocol.budgets))
     done, seconds = (sum(column) for column in zip(*taken.values(), strict=True))
-    said = f"{done:,} of {sum(planned.values()):,} steps done"
+    said = f"{done:,} of {done + sum(left.values()):,} steps done"
     if not done:
         return said
     hours = sum(
-        (planned[name] - steps) * (spent / steps if steps else seconds / done) / 3600
-        for name, (steps, spent) in taken.items()
+        left[name] * (spent / steps if steps else seconds / done) / 3600 for name, (steps, spent) in taken.items()
     )
     return f"{said}, {hours:.1f} core-hours left: {hours / jobs:.1f} hours with {jobs} at a time on cores of their own"
+
+
+def steps_left(comparison: Comparison, out: Path, run: Run, taken: dict[str, int]) -> int:
+    """What is missing of the trunk, up to the last budget without a result, and of the cooldowns of all without."""
+    protocol = comparison.protocol
+    missing = missing_budgets(comparison, out, run)
+    trunk = max((protocol.fork(budget) for budget in missing), default=0)
+    stages = {TRUNK: trunk, **{cooldown_name(budget): budget - protocol.fork(budget) for budget in missing}}
+    return sum(max(0, length - taken.get(name, 0)) for name, length in stages.items())
 
 
 def _beginning(folder: Path) -> str:
