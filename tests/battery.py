@@ -33,6 +33,14 @@ def anchor_added(dim: int) -> rd.DepthUpdate:
     return rd.ReplaceState(rd.AddAnchor())
 
 
+def skipped(dim: int) -> rd.DepthUpdate:
+    return rd.SkipUpdate(rd.KeepState())
+
+
+def anchor_skipped(dim: int) -> rd.DepthUpdate:
+    return rd.SkipUpdate(rd.KeepAnchor())
+
+
 def dense(layout: rd.Layout, **sizes) -> rd.RecurrentTransformer:
     return rd.dense(layout.stored, **sizes)
 
@@ -61,6 +69,8 @@ METHODS: dict[str, Build] = {
     "naive-llama-untied": partial(rd.naive, form=partial(rd.LlamaForm, tied=False)),
     "dense": dense,
     "anchor-added": partial(rd.grt, update=anchor_added),
+    "skip": partial(rd.grt, update=skipped),
+    "skip-anchor": partial(rd.grt, update=anchor_skipped),
     "biases": partial(rd.grt, form=partial(rd.GPT2Form, bias=True)),
     "post-norm": partial(rd.grt, form=partial(rd.GPT2Form, arrangement=rd.PostNorm)),
     "residual-sandwich": partial(rd.grt, form=partial(rd.LlamaForm, arrangement=rd.ResidualSandwich)),

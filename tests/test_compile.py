@@ -22,7 +22,7 @@ DEPTHS = range(1, 13)
 LAYOUT = rd.Layout(1, 1, 12, 1)
 X = torch.randint(23, (2, 7), generator=torch.Generator().manual_seed(0))
 LOOPS = [
-    *("grt", "grt-llama", "grt-joint-norm", "grt-noise-per-token", "naive", "anchor-added"),
+    *("grt", "grt-llama", "grt-joint-norm", "grt-noise-per-token", "naive", "anchor-added", "skip-anchor"),
     *("huginn", "ouro", "parcae", "damped"),
 ]
 NUMBERED = [  # these read which step it is

@@ -6,6 +6,9 @@ import jaxtyping
 import pytest
 import torch
 from battery import blocks_of, lively, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import few
 from torch import nn
 from torch.testing import assert_close
 from user_parts import Mixing, Recorded, Scaled, Stepwise
@@ -150,6 +153,24 @@ def test_a_module_that_knows_only_x_serves_as_a_block(update):
     assert_close(core(x, 2), rd.RecurrentCore(Plain(), update).eval()(x, 2))
     core(x, 2).sum().backward()
     assert layer[0].weight.grad.abs().max() > 0
+
+
+@few
+@given(num_steps=st.integers(1, 6), seed=st.integers(0, 9))
+def test_what_goes_around_a_step_is_added_to_what_it_makes(num_steps, seed):
+    torch.manual_seed(seed)
+    layer, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(2, 3, 8)
+    residual = repeated = x
+    for _ in range(num_steps):
+        residual, repeated = layer(residual) + residual, layer(repeated) + x
+    for skip, expected in ((rd.KeepState(), residual), (rd.KeepAnchor(), repeated)):
+        assert_close(rd.RecurrentCore([rd.PlainBlock(layer)], rd.SkipUpdate(skip))(x, num_steps), expected)
+
+
+@pytest.mark.parametrize("skip", [8, rd.KeepState, nn.Identity()])
+def test_a_connection_that_is_none_is_refused(as_a_user_runs_it, skip):
+    with pytest.raises(ValueError, match="skip is .*, but must be an Injection"):
+        rd.SkipUpdate(skip)
 
 
 def test_an_update_that_returns_another_shape_or_dtype_or_no_state_is_refused():

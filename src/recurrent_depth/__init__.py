@@ -98,6 +98,7 @@ from recurrent_depth.routing import AddWeighted, Combination, Interpolate, Route
 from recurrent_depth.row_sampling import PoissonDepthPerRow
 from recurrent_depth.sampling import DepthSampler, ExpectedDepth, FixedDepth, PoissonLogNormalDepth, UniformDepth
 from recurrent_depth.search import search_layouts
+from recurrent_depth.skip import KeepAnchor, SkipUpdate
 from recurrent_depth.speculation import Speculation, speculate
 from recurrent_depth.start import RandomState
 from recurrent_depth.step import StepBlocks
@@ -174,6 +175,7 @@ __all__ = [
     "KLConverged",
     "KVStepPolicy",
     "KeepAll",
+    "KeepAnchor",
     "KeepBlend",
     "KeepCyclic",
     "KeepFirst",
@@ -226,6 +228,7 @@ __all__ = [
     "Sampling",
     "ScaledTable",
     "SigmoidWeight",
+    "SkipUpdate",
     "SoftmaxWeight",
     "Speculation",
     "SquareMap",

@@ -59,6 +59,8 @@ def test_auxiliary_losses_of_the_loop_are_in_the_loss(checkpointed):
     assert ponder > 5
     torch.testing.assert_close(output.loss, text + ponder)
     torch.testing.assert_close(model(tokens, labels=tokens, return_dict=False)[0], output.loss)
+    by_place = model(tokens, None, None, None, None, tokens, return_dict=False)
+    torch.testing.assert_close(by_place[0], output.loss)
     targets = tokens[:, 1:].numel()
     torch.testing.assert_close(model(tokens, labels=tokens, num_items_in_batch=3 * targets).loss, output.loss / 3)
     unit = model.recurrence.core.update.inner.unit

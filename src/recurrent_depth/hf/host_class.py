@@ -62,6 +62,7 @@ def with_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
     The loop's auxiliary losses are added to the host's loss.
     """
     signature = inspect.signature(forward)
+    names = tuple(signature.parameters)[1:]  # behind self
     known = frozenset(signature.parameters)
 
     @functools.wraps(forward)
@@ -69,7 +70,8 @@ def with_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
         refuse_mistaken(keywords, known)
         with self.recurrence.at_depth(num_steps):
             output = forward(self, *arguments, **keywords)
-            return add_to_output(output, self.recurrence.losses, keywords)
+            given = {**dict(zip(names, arguments, strict=False)), **keywords}
+            return add_to_output(output, self.recurrence.losses, given)
 
     vars(deeper)["__signature__"] = _with_steps(signature)
     return deeper
