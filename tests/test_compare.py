@@ -1284,7 +1284,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("given, told", REFUSED)
-def test_what_cannot_be_meant_is_refused(given, told):
+def test_what_cannot_be_meant_is_refused(tmp_path, monkeypatch, given, told):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=told):
         compare.main(arguments(**given))
 
