@@ -37,11 +37,11 @@ def restore(comparison: Comparison, published: Path, out: Path) -> str:
 
 def _require_ours(comparison: Comparison, path: Path, cell: Cell, result: dict[str, Any], data: dict[str, Any]) -> None:
     """What is left out of a description, because it was written before there were any, is taken as it is."""
-    expected = json.loads(json.dumps({**settings(comparison, cell.run), "data": data}))
+    expected = json.loads(json.dumps({"data": data, **settings(comparison, cell.run)}))
     told = differences(result["config"], expected, *expected)
     where = f"restore is {path.parents[1]}, but {path.name} there"
     if told:
-        raise ValueError(f"{where} is of another run: {told}.")
+        raise ValueError(f"{where} is of another run: {told}. Text, sizes and methods must be the published ones.")
     try:
         score(comparison, result)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
