@@ -1555,3 +1555,11 @@ def test_the_methods_of_the_comparison_are_of_nearly_equal_flops():
         }
     assert flops["naive"] == flops["dense-12"]
     assert flops["grt"] == pytest.approx(flops["dense-12"], rel=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in LANGUAGE.methods if name.endswith("isoparams")])
+def test_what_is_compared_at_equal_parameters_has_as_many(name):
+    with torch.device("meta"):
+        made = {each: LANGUAGE.methods[each].make(LANGUAGE.sizes()) for each in (name, "dense-12")}
+    count = {each: accounting.num_parameters(model) for each, model in made.items()}
+    assert count[name] == pytest.approx(count["dense-12"], rel=0.05)

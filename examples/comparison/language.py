@@ -97,6 +97,7 @@ RELATIVES = {
 ISOPARAMS = {
     "grt-isoparams": grt(rd.Layout(1, 10, 2, 1), label="GRT, isoPARAMS", rate_of=None),
     "naive-isoparams": Method("naive loop, isoPARAMS", partial(rd.naive, rd.Layout(0, 12, 2, 0))),
+    "rrt-isoparams": Method("RRT, rank 4, isoPARAMS", partial(rd.rrt, rd.Layout(0, 10, 2, 0), rank=4), full_depth),
 }
 MORE = {
     "mod": Method("MoD", partial(rd.mod, PLAIN), full_depth),
@@ -159,6 +160,8 @@ PAIRS = (
     ("ouro", "ouro-every-exit"),
     ("grt-isoparams", "dense-12"),
     ("grt-isoparams", "naive-isoparams"),
+    ("grt-isoparams", "rrt-isoparams"),
+    ("rrt-isoparams", "dense-12"),
     ("ladder-ends", "naive"),
     ("ladder-noise", "ladder-ends"),
     ("ladder-anchor", "ladder-noise"),
