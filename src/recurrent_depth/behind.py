@@ -9,7 +9,8 @@ from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.halting import HaltingUpdate
 from recurrent_depth.routing import RoutedUpdate
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.update import DepthState, DepthUpdate, begun_by, cost_of
+from recurrent_depth.update import DepthState, DepthUpdate
+from recurrent_depth.update_answers import begun_by, cost_of
 
 
 class BehindLoop(DepthUpdate):

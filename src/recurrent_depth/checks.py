@@ -5,7 +5,8 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from recurrent_depth.update import DepthState, check_leaves
+from recurrent_depth.update import DepthState
+from recurrent_depth.update_answers import check_leaves
 
 
 def checked_tokens(tokens: object, vocab_size: int) -> Tensor:

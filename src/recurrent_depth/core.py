@@ -19,7 +19,8 @@ from recurrent_depth.contracts import At, Call, KeyValues, Notes
 from recurrent_depth.depth import Depth, as_depth
 from recurrent_depth.rows import RowOrder, SomeRows, map_changing, map_rows, map_rows_of_at, merge
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.update import DepthState, DepthUpdate, add_losses, begun_by, read_by
+from recurrent_depth.update import DepthState, DepthUpdate, add_losses
+from recurrent_depth.update_answers import begun_by, read_by
 
 CoreViews = Callable[..., Sequence[KeyValues]]
 """Gives each step its view of a cache, one per block; see `ModelKeyValues.core`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from recurrent_depth.arguments import require_instance, require_number, require_whole
 from recurrent_depth.borrowed import Borrowed
 from recurrent_depth.checks import warn_in_training_mode
-from recurrent_depth.exit_objective import Mask, every_state
+from recurrent_depth.every_step import Mask, every_state
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.objective import mean_of_real, next_token_loss, with_auxiliary

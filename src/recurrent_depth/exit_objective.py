@@ -4,31 +4,17 @@ None holds more than one step's logits at a time: each step's are recomputed in 
 rule reads too.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import torch
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from recurrent_depth.arguments import require_instance, require_number
-from recurrent_depth.checks import checked_ids
-from recurrent_depth.exits import ExitRule, ask, exit_law
-from recurrent_depth.objective import (
-    IGNORED,
-    next_token_loss,
-    next_token_targets,
-    num_targets,
-    token_losses,
-    with_auxiliary,
-)
+from recurrent_depth.every_step import Mask, entropy_of, exit_hazards, log_of, losses_by_step, targets_of
+from recurrent_depth.exits import ExitRule, exit_law
+from recurrent_depth.objective import IGNORED, next_token_loss, num_targets, with_auxiliary
 from recurrent_depth.rows import map_changing
-from recurrent_depth.trajectory import Trajectory, check_trajectory
+from recurrent_depth.trajectory import Trajectory
 from recurrent_depth.update import DepthState
-
-Mask = Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None
-"""True at real tokens."""
 
 
 def every_step_loss(
@@ -39,7 +25,7 @@ def every_step_loss(
     Raises:
         ValueError: if the trajectory kept not every step, or tokens or mask are not of its shape.
     """
-    targets = _targets_of(trajectory, tokens, mask)
+    targets = targets_of(trajectory, tokens, mask)
     total = torch.stack([losses.sum() for losses in losses_by_step(trajectory, targets)]).mean()
     return with_auxiliary(total / num_targets(targets), trajectory)
 
@@ -71,7 +57,7 @@ class ExpectedExitLoss(nn.Module):
         self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
     ) -> Float[Tensor, ""]:
         """The loss, in nats per predicted token."""
-        targets = _targets_of(trajectory, tokens, mask)
+        targets = targets_of(trajectory, tokens, mask)
         law = exit_law(exit_hazards(self.rule, trajectory))
         losses = losses_by_step(trajectory, targets)
         expected = sum(chance * loss for chance, loss in zip(law, losses, strict=True))
@@ -111,7 +97,7 @@ class ExitGainLoss(nn.Module):
         self, trajectory: Trajectory, tokens: Integer[Tensor, "batch token"], mask: Mask = None
     ) -> Float[Tensor, ""]:
         """The loss of the exit, in nats per predicted token; 0 where a trajectory has one step."""
-        targets = _targets_of(trajectory, tokens, mask)
+        targets = targets_of(trajectory, tokens, mask)
         frozen = trajectory._replace(
             states=tuple(map_changing(Tensor.detach, state) for state in trajectory.states),
             readout=torch.no_grad()(trajectory.readout),
@@ -121,7 +107,7 @@ class ExitGainLoss(nn.Module):
             gains = (losses[:-1] - losses[1:]).clamp(min=0)
             goes_on = torch.sigmoid(self.sharpness * (gains - self.threshold))
         leaves = exit_hazards(self.rule, frozen)[1:]
-        surprise = -(goes_on * _log(1 - leaves) + (1 - goes_on) * _log(leaves))
+        surprise = -(goes_on * log_of(1 - leaves) + (1 - goes_on) * log_of(leaves))
         counted = surprise.masked_fill(targets == IGNORED, 0.0)
         return counted.sum() / (len(losses) * num_targets(targets))
 
@@ -155,71 +141,6 @@ class SampledExitLoss(nn.Module):
         return with_auxiliary(next_token_loss(trajectory.readout(state), tokens, mask), trajectory)
 
 
-def exit_hazards(rule: ExitRule, trajectory: Trajectory) -> Float[Tensor, "step batch token"]:
-    """What a rule says after each step if nobody leaves; `exit_law` makes the chances to leave of it.
-
-    Raises:
-        ValueError: if the trajectory kept not every step, `rule` is no exit rule or says no chance for each token.
-    """
-    require_instance("rule", rule, ExitRule, "LearnedExit(dim)")
-    carry, hazards = None, []
-    for step, state in enumerate(every_state(trajectory)):
-        carry, hazard = recomputed(ask, rule, carry, state, trajectory.readout, step)
-        hazards.append(hazard)
-    return torch.stack(hazards)
-
-
-def losses_by_step(
-    trajectory: Trajectory, targets: Int[Tensor, "batch token"]
-) -> Iterator[Float[Tensor, "batch token"]]:
-    """The loss of each target after each step. Of the logits nothing is kept; the backward makes them anew.
-
-    Raises:
-        ValueError: if the trajectory kept not every step.
-    """
-
-    def losses(state: DepthState) -> Tensor:
-        return token_losses(trajectory.readout(state), targets)
-
-    for state in every_state(trajectory):
-        yield recomputed(losses, state)
-
-
-def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function gives; of what it computes on the way nothing is kept, and the backward computes it anew."""
-    if not torch.is_grad_enabled():
-        return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False)
-
-
-def _targets_of(trajectory: Trajectory, tokens: Tensor, mask: Mask) -> Int[Tensor, "batch token"]:
-    check_trajectory(trajectory)
-    wanted = tuple(trajectory.states[-1].h.shape[:2])
-    if checked_ids(tokens).shape != wanted:
-        raise ValueError(f"tokens must be {wanted} like those of the trajectory, got {tuple(tokens.shape)}.")
-    return next_token_targets(tokens, mask)
-
-
-def entropy_of(law: Float[Tensor, "step batch token"]) -> Float[Tensor, "batch token"]:
-    """The entropy over the steps, in nats; chances of 0 add nothing, and a finite gradient."""
-    return -(law * _log(law)).sum(0)
-
-
-def every_state(trajectory: Trajectory) -> tuple[DepthState, ...]:
-    """The states of a trajectory that kept all of them.
-
-    Raises:
-        ValueError: if it did not, or is none.
-    """
-    check_trajectory(trajectory)
-    if len(trajectory.states) != trajectory.num_steps:
-        raise ValueError(
-            f"The objective reads the state after each of {trajectory.num_steps} steps, but the trajectory kept "
-            f"{len(trajectory.states)}: give every_step=True, to WithObjective too."
-        )
-    return trajectory.states
-
-
 def _check_learns(rule: ExitRule) -> None:
     require_instance("rule", rule, ExitRule, "LearnedExit(dim)")
     if next(rule.parameters(), None) is None:
@@ -227,10 +148,6 @@ def _check_learns(rule: ExitRule) -> None:
             f"rule is of {type(rule).__name__}, which has no parameters, so that no exit would learn: take "
             "LearnedExit(dim), or SampledExitLoss to train a model for a fixed exit."
         )
-
-
-def _log(chance: Tensor) -> Tensor:
-    return chance.clamp(min=torch.finfo(chance.dtype).tiny).log()
 
 
 def _where(chosen: Bool[Tensor, "batch token"], some: DepthState, others: DepthState) -> DepthState:

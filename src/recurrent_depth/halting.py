@@ -14,7 +14,8 @@ from recurrent_depth.injection import Injection
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.trees import map_tensors
-from recurrent_depth.update import DepthState, DepthUpdate, add_losses, begun_by, cost_of, initial_state
+from recurrent_depth.update import DepthState, DepthUpdate, add_losses, initial_state
+from recurrent_depth.update_answers import begun_by, cost_of
 
 
 class HaltingContext(NamedTuple):

@@ -9,7 +9,7 @@ from recurrent_depth.blocks import linear_cost
 from recurrent_depth.contracts import BlockCost, UpdateCost
 from recurrent_depth.depth import Layout
 from recurrent_depth.model import RecurrentTransformer
-from recurrent_depth.update import cost_of
+from recurrent_depth.update_answers import cost_of
 
 
 class Outline(NamedTuple):

@@ -14,7 +14,8 @@ from recurrent_depth.pick import Pick
 from recurrent_depth.router import Router, RouterState, Routing
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.trees import map_tensors
-from recurrent_depth.update import DepthState, DepthUpdate, add_losses, begun_by, cost_of
+from recurrent_depth.update import DepthState, DepthUpdate, add_losses
+from recurrent_depth.update_answers import begun_by, cost_of
 
 
 class Combination(nn.Module, abc.ABC):

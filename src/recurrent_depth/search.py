@@ -15,7 +15,8 @@ from recurrent_depth.depth import Layout
 from recurrent_depth.factories import made
 from recurrent_depth.layout_costs import LayoutCosts
 from recurrent_depth.model import RecurrentTransformer
-from recurrent_depth.update import DepthUpdate, cost_of
+from recurrent_depth.update import DepthUpdate
+from recurrent_depth.update_answers import cost_of
 
 Match = Callable[[Outline], int | float]
 """What is to be equal: `accounting.flops`, `executed_blocks`, `num_parameters`, or a `functools.partial` of one."""

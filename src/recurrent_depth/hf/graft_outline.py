@@ -14,7 +14,7 @@ from recurrent_depth.hf.grafting import is_graft
 from recurrent_depth.hf.host_layers import text_config
 from recurrent_depth.hf.slots import Passage, Slot
 from recurrent_depth.outline import Outline
-from recurrent_depth.update import cost_of
+from recurrent_depth.update_answers import cost_of
 
 
 @check_types

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from recurrent_depth.contracts import Call, UpdateCost
 from recurrent_depth.step import StepBlocks
-from recurrent_depth.update import DepthState, DepthUpdate, begun_by, cost_of, initial_state
+from recurrent_depth.update import DepthState, DepthUpdate, initial_state
+from recurrent_depth.update_answers import begun_by, cost_of
 
 
 class HostFirst(DepthUpdate):

@@ -23,7 +23,7 @@ from recurrent_depth.hf.parts import policy_of
 from recurrent_depth.hf.passing import hidden_states, recorded, run
 from recurrent_depth.hf.pretrained import RecurrentDepthPreTrainedModel, mark_started
 from recurrent_depth.hf.versions import CACHE
-from recurrent_depth.update import cost_of
+from recurrent_depth.update_answers import cost_of
 
 logger = logging.get_logger(__name__)
 

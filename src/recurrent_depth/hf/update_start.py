@@ -11,7 +11,8 @@ from recurrent_depth.builders import gated
 from recurrent_depth.factories import called
 from recurrent_depth.initialisation import start_weights
 from recurrent_depth.injection import Injection
-from recurrent_depth.update import DepthUpdate, cost_of
+from recurrent_depth.update import DepthUpdate
+from recurrent_depth.update_answers import cost_of
 
 
 def half_open(factory: Any) -> Any:
