@@ -4,7 +4,7 @@
     python examples/compare.py --out runs/compare --text my_texts/ --jobs 4
     python examples/compare.py --out runs/mine --cells mine.py                             # docs/comparison.md has one
     python examples/compare.py --out runs/compare --publish docs/results/comparison
-    python examples/compare.py --out runs/compare --restore docs/results/comparison        # go on from there
+    python examples/compare.py --out runs/compare --text text/ --restore docs/results/comparison
     python examples/compare.py --out runs/compare --verify docs/results/comparison/cells/grt-lr0.003-seed0.json
 
 Kill it whenever you like: the same command goes on, cell by cell and inside each cell, and nothing is lost. What is
@@ -24,8 +24,8 @@ from comparison.checking import check, check_methods, check_steps
 from comparison.loading import load_cells
 from comparison.locking import BusyError
 from comparison.parts import Comparison, Trials
-from comparison.planning import find_run, results, runs_of, unfinished
-from comparison.restoring import restore
+from comparison.planning import find_run, possible_trials, results, runs_of, unfinished
+from comparison.restoring import published_files, restore
 from comparison.running import Running
 from comparison.stopping import StoppedError, stop_request
 from comparison.verifying import verify
@@ -48,7 +48,7 @@ class Arguments(NamedTuple):
     publish: Path | None = None
     """Trains nothing; writes table, JSON and plots of what there is to this folder."""
     restore: Path | None = None
-    """Takes the results published in this folder as done, so that only what they lack is trained."""
+    """Takes the results published in this folder, on the same text, as done: only what they lack is trained."""
     verify: Path | None = None
     """Trains the first steps of a published cell again and compares the losses."""
     tolerance: float = 0.005
@@ -81,6 +81,8 @@ def require_sensible(arguments: Arguments) -> None:
         raise ValueError(f"text is {arguments.text}, but there is no such file or folder.")
     if arguments.restore is not None and arguments.verify is not None:
         raise ValueError(f"restore is {arguments.restore}, but goes without --verify.")
+    if arguments.restore is not None:
+        published_files(arguments.restore)
     _require_folder("out", arguments.out)
     if arguments.publish is not None:
         _require_folder("publish", arguments.publish)
@@ -180,7 +182,11 @@ def require_trials(comparison: Comparison, out: Path) -> None:
     for cell in comparison.plan:
         owner = comparison.methods[cell.method].rate_of or cell.method
         if owner not in tried and runs_of(comparison, out, cell) is None:
-            raise ValueError(f"plan names {cell.method!r}, but has no Trials({owner!r}) to choose its learning rate.")
+            seed = possible_trials(comparison, owner)[0].seed
+            raise ValueError(
+                f"plan names {cell.method!r}, but has no Trials({owner!r}) to choose its learning rate, and not all of "
+                f"those, with seed {seed}, have a result."
+            )
 
 
 def told_plainly(arguments: Arguments) -> int:

@@ -25,18 +25,18 @@ from torch.utils.flop_counter import FlopCounterMode
 # isort: split
 import compare
 from comparison import figures, planning, running, statistics, tables, working
-from comparison.cells import cell_files, read_cell
 from comparison.checking import check, check_methods, check_steps
 from comparison.collecting import Row, Table, collect
-from comparison.describing import described
+from comparison.describing import described, differences, settings
 from comparison.language import COMPARISON as LANGUAGE
 from comparison.loading import load_cells
 from comparison.locking import BusyError, is_held, only_one
 from comparison.panel import panel
 from comparison.parts import Full, Method, Run, Trials, cost, full_depth
 from comparison.planning import best_rate, find_run, known_runs, missing_runs, read_result, score, trials
+from comparison.published import read_run, run_files
 from comparison.puzzles import IGNORED, Automaton, PointerChasing, PuzzleData
-from comparison.restoring import restore
+from comparison.restoring import published_files, restore
 from comparison.running import DivergedError, Running
 from comparison.stopping import StoppedError, stop_request
 from comparison.text import TextData
@@ -841,7 +841,7 @@ def test_models_that_do_not_loop_say_nothing_about_depth_gains(finished):
 def test_the_tables_of_finished_cells_have_nothing_open(finished, tmp_path):
     comparison, folder = finished
     text = comparison.publish(comparison, folder, tmp_path)
-    assert ", 0.0 core-hours left" in progress(comparison, folder, 1)
+    assert progress(comparison, folder, 1) == "81 of 81 steps done, nothing is left"
     assert "open" not in text
     assert "(2 of 2) |" in text
     for title in ("Headroom", "Less dense", "Differences", "Depth gain", "By exit", "Learning rates"):
@@ -913,19 +913,34 @@ def of_run(**changed):
     return lambda cell: {**cell, "run": {**cell["run"], **changed}}
 
 
+def of_result(**changed):
+    def edited(cell: dict) -> dict:
+        [first, *further] = cell["budgets"]
+        kept = {key: value for key, value in {**first, **changed}.items() if value is not None}
+        return {**cell, "budgets": [kept, *further]}
+
+    return edited
+
+
 DAMAGE = {
     "a list": lambda cell: [1, 2],
     "a number": lambda cell: 3,
     "no run": without("run"),
     "no budgets": without("budgets"),
     "empty budgets": lambda cell: {**cell, "budgets": []},
-    "no configuration": lambda cell: {**cell, "budgets": [{}]},
-    "no budget": lambda cell: {**cell, "budgets": [{"config": {}}]},
-    "a budget in words": lambda cell: {**cell, "budgets": [{"config": {}, "budget": "../5"}]},
+    "an empty budget": lambda cell: {**cell, "budgets": [{}]},
+    "no configuration": of_result(config=None),
+    "no budget": of_result(budget=None),
+    "a budget in words": of_result(budget="../5"),
+    "a result of another seed": of_result(seed=7),
+    "a result of another method": of_result(method="dense"),
+    "no sums": of_result(training=None),
+    "sums in words": of_result(training={"flops": "many", "seconds": 1.0}),
+    "no measurement": of_result(measured=None),
+    "no parameters": of_result(parameters=None),
     "no losses": without("first_losses"),
     "losses as words": lambda cell: {**cell, "first_losses": ["a"] * 4},
     "losses that are none": lambda cell: {**cell, "first_losses": [math.nan] * 4},
-    "too many losses": lambda cell: {**cell, "first_losses": [3.0] * 500},
     "a list as method": of_run(method=[]),
     "a further key": of_run(extra=1),
     "a rate in words": of_run(rate="fast"),
@@ -934,35 +949,54 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def published(finished, tmp_path_factory) -> Path:
+    """What the finished cells publish; not to be changed."""
+    folder = tmp_path_factory.mktemp("published")
+    finished[0].publish(finished[0], finished[1], folder)
+    return folder
+
+
+@pytest.fixture
+def cell_file(published, tmp_path) -> Path:
+    """A copy of one published cell."""
+    path = max((published / "cells").glob("grt-*-seed1.json"))
+    (tmp_path / "published" / "cells").mkdir(parents=True)
+    return Path(shutil.copy(path, tmp_path / "published" / "cells" / path.name))
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_cell_that_is_damaged_is_refused_by_name(finished, tmp_path, out, kind):
+def test_a_cell_that_is_damaged_is_refused_by_name(finished, cell_file, out, kind):
     comparison, folder = finished
-    path = tmp_path / "cells" / "cell.json"
-    path.parent.mkdir()
-    config = {"config": {}, "budget": 5}
-    whole = {"run": GRT._asdict(), "budgets": [config], "first_losses": [5.0] * 4}
-    path.write_text(json.dumps(DAMAGE[kind](whole)))
-    with pytest.raises(ValueError, match=r"verify is .*cell\.json, but"):
-        verify(comparison, path, folder, tolerance=1e-4, say=print)
-    with pytest.raises(ValueError, match=r"restore is .*cell\.json, but"):
-        restore(comparison, tmp_path, out)
-    assert not (out / GRT.name).exists()
+    cell_file.write_text(json.dumps(DAMAGE[kind](json.loads(cell_file.read_text()))))
+    with pytest.raises(ValueError, match=rf"verify is .*{cell_file.name}, but that is no published cell"):
+        verify(comparison, cell_file, folder, tolerance=1e-4, say=print)
+    with pytest.raises(ValueError, match=rf"restore is .*published, in it cells/{cell_file.name}, but"):
+        restore(comparison, cell_file.parents[1], out)
+    assert list(out.glob("*-seed*")) == []
 
 
-@pytest.mark.parametrize(
-    "changed, told",
-    [
-        ({"first_losses": []}, "no first_losses"),
-        ({"run": GRT._replace(method="gone")._asdict()}, "gone, which is none"),
-    ],
-)
-def test_a_cell_that_leaves_nothing_to_verify_is_refused(finished, tmp_path, changed, told):
+NOT_TO_VERIFY = [
+    ({"first_losses": []}, "holds 0 first_losses, not 1 to 4"),
+    ({"first_losses": [3.0] * 500}, "holds 500 first_losses, not 1 to 4"),
+]
+
+
+@pytest.mark.parametrize("changed, told", NOT_TO_VERIFY)
+def test_a_cell_that_leaves_nothing_to_verify_is_refused(finished, cell_file, changed, told):
     comparison, folder = finished
-    path = tmp_path / "cell.json"
-    whole = {"run": GRT._asdict(), "budgets": [{"config": {}, "budget": 5}], "first_losses": [5.0] * 4}
-    path.write_text(json.dumps({**whole, **changed}))
-    with pytest.raises(ValueError, match=rf"verify is .*cell\.json, but .*{told}"):
-        verify(comparison, path, folder, tolerance=1e-4, say=print)
+    cell_file.write_text(json.dumps({**json.loads(cell_file.read_text()), **changed}))
+    with pytest.raises(ValueError, match=rf"verify is .*{cell_file.name}, but it {told}"):
+        verify(comparison, cell_file, folder, tolerance=1e-4, say=print)
+
+
+def test_a_cell_of_a_method_that_is_not_compared_is_refused(finished, cell_file):
+    comparison, folder = finished
+    fewer = {name: method for name, method in comparison.methods.items() if name != "grt"}
+    with pytest.raises(
+        ValueError, match=rf"verify is .*{cell_file.name}, but its method is grt, which is none of dense"
+    ):
+        verify(comparison._replace(methods=fewer), cell_file, folder, tolerance=1e-4, say=print)
 
 
 def test_a_cell_whose_training_diverges_here_is_told(finished, tmp_path, monkeypatch):
@@ -981,27 +1015,26 @@ def everything(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_is_restored_is_published_as_it_was_and_only_the_rest_is_trained(finished, tmp_path, out):
-    comparison, folder = finished
-    comparison.publish(comparison, folder, tmp_path / "first")
-    assert restore(comparison, tmp_path / "first", out).startswith("15 results of 9 cells taken from")
-    assert progress(comparison, out, 1) == "0 of 0 steps done"
-    assert known_missing(comparison, out) == []
-    comparison.publish(comparison, out, tmp_path / "second")
-    assert everything(tmp_path / "second") == everything(tmp_path / "first")
-
-
-def known_missing(comparison, out) -> list[str]:
+def names_missing(comparison, out) -> list[str]:
     return [run.name for run in missing_runs(comparison, out)]
+
+
+def test_what_is_restored_is_published_as_it_was_and_nothing_is_left(finished, published, tmp_path, out):
+    comparison, _ = finished
+    assert restore(comparison, published, out) == f"15 results taken from {published}"
+    assert progress(comparison, out, 1) == "0 of 0 steps done, nothing is left"
+    assert names_missing(comparison, out) == []
+    comparison.publish(comparison, out, tmp_path / "again")
+    assert everything(tmp_path / "again") == everything(published)
 
 
 def test_a_run_whose_longest_budget_was_not_published_begins_anew_and_adds_it(finished, tmp_path, out):
     comparison, folder = finished
     shorter = comparison._replace(protocol=comparison.protocol._replace(budgets=(5,)))
-    shorter.publish(shorter, folder, tmp_path / "published")
-    restore(comparison, tmp_path / "published", out)
+    shorter.publish(shorter, folder, tmp_path / "short")
+    restore(comparison, tmp_path / "short", out)
     run = Run("grt", best_rate(comparison, folder, "grt"), 1, 2)
-    assert run.name in known_missing(comparison, out)
+    assert run.name in names_missing(comparison, out)
     assert progress(comparison, out, 1) == "0 of 60 steps done"  # 6 runs of a trunk of 8 and a cooldown of 2
     before = (out / run.name / "result-5.json").read_bytes()  # with the time that it took there
     Running(comparison, run, out).finish()
@@ -1011,62 +1044,105 @@ def test_a_run_whose_longest_budget_was_not_published_begins_anew_and_adds_it(fi
     assert progress(comparison, out, 1).startswith("10 of 60 steps done")
 
 
-def test_what_is_there_stays_and_cells_of_other_methods_are_left(finished, tmp_path, out):
+def test_what_is_there_stays_and_what_the_plan_lacks_is_left(finished, published, out):
     comparison, folder = finished
-    comparison.publish(comparison, folder, tmp_path / "published")
     names = ("dense", "blocks")
     fewer = comparison._replace(
-        methods={name: comparison.methods[name] for name in names},
         plan=tuple(cell for cell in comparison.plan if cell.method in names),
         pairs=(),
+        protocol=comparison.protocol._replace(budgets=(5, 12)),
     )
     run = Run("dense", best_rate(comparison, folder, "dense"), 1, 2)
     (out / run.name).mkdir()
     (out / run.name / "result-5.json").write_text("ours")
-    assert "cells are of other methods" in restore(fewer, tmp_path / "published", out)
+    said = restore(fewer, published, out)
+    assert said == (
+        f"4 results taken from {published}; 1 stay as they are here; 10 are of methods or budgets that the plan lacks"
+    )
     assert (out / run.name / "result-5.json").read_text() == "ours"
     assert {path.name.split("-")[0] for path in out.glob("*-seed*")} == set(names)
+    assert list(out.glob("*/result-10.json")) == []
 
 
 def of_config(key: str, value: object):
-    def changed(cell: dict) -> dict:
-        [first, *further] = cell["budgets"]
-        return {**cell, "budgets": [{**first, "config": {**first["config"], key: value}}, *further]}
+    return lambda cell: of_result(config={**cell["budgets"][0]["config"], key: value})(cell)
 
-    return changed
+
+def of_measured(**changed):
+    return lambda cell: of_result(measured={**cell["budgets"][0]["measured"], **changed})(cell)
 
 
 OTHERS = {
     "sizes is": of_config("sizes", [8, 1]),
+    "sizes is not told": of_config("sizes", None),
+    "data is not told": of_config("data", {}),
     "protocol.clip is": of_config("protocol", {"clip": 2.0}),
     "data.checksum is": of_config("data", {"checksum": "0"}),
-    "method.build is": of_config("method", {"build": "another"}),
+    "method.build is another there and ": of_config("method", {"build": "another"}),
+    "method.weights is": of_config("method", {"weights": "0"}),
     "run is other": of_config("run", "other"),
-    "holds no measurement at budget 5": lambda cell: {**cell, "budgets": [{**cell["budgets"][0], "measured": {}}]},
+    "the measurement at budget 5 does not fit: its losses are no numbers": of_measured(exits=["low"]),
+    "the measurement at budget 5 does not fit: it is of other held-out windows": of_measured(part_bytes=[1, 2]),
 }
 
 
 @pytest.mark.parametrize("told", OTHERS)
-def test_nothing_is_restored_where_a_cell_is_of_another_run(finished, tmp_path, out, told):
-    comparison, folder = finished
-    comparison.publish(comparison, folder, tmp_path / "published")
-    path = max((tmp_path / "published" / "cells").glob("*.json"))
-    path.write_text(json.dumps(OTHERS[told](json.loads(path.read_text()))))
-    with pytest.raises(ValueError, match=rf"restore is .*published, but {path.name} there .*{told}"):
-        restore(comparison, tmp_path / "published", out)
+def test_nothing_is_restored_where_a_cell_is_of_another_run(finished, cell_file, out, told):
+    cell_file.write_text(json.dumps(OTHERS[told](json.loads(cell_file.read_text()))))
+    said = rf"of 1 cells there 1 are of other runs than here\. Of {cell_file.stem} {told}"
+    with pytest.raises(ValueError, match=rf"restore is .*published, but {said}"):
+        restore(finished[0], cell_file.parents[1], out)
     assert list(out.glob("*-seed*")) == []
 
 
-def test_one_command_restores_and_trains_what_is_missing(finished, tmp_path, out):
+def test_a_cell_under_another_name_is_refused(finished, cell_file, out):
+    shutil.copy(cell_file, cell_file.with_name("a-copy.json"))
+    with pytest.raises(ValueError, match=rf"but cells/a-copy.json there holds the run {cell_file.stem}"):
+        restore(finished[0], cell_file.parents[1], out)
+
+
+def test_accuracies_that_are_none_do_not_fit_a_puzzle():
+    data = PuzzleData(PointerChasing(num_nodes=5, max_hops=2, num_questions=3))
+    assert data.misfit({"accuracy": [[0.5, 0.25], [1, 0.5]], "full": 1}) == ""
+    for accuracy, full in (([], 1), ([[0.5]], 1), ([["a", "b"]], 1), ([[0.5, 0.25]], 2), ([[0.5, 0.25]], "1"), (3, 1)):
+        assert data.misfit({"accuracy": accuracy, "full": full})
+
+
+@pytest.mark.parametrize("cells", ["language", "chasing", "automaton"])
+def test_all_that_is_published_can_be_restored(cells):
+    comparison = load_cells(f"comparison.{cells}")
+    folder = EXAMPLES.parent / "docs" / "results" / {"language": "comparison"}.get(cells, cells)
+    for path in published_files(folder):
+        run = read_run(f"restore is {folder}", path)
+        expected = json.loads(json.dumps(settings(comparison, run.run)))
+        for result in run.results:
+            assert differences(result["config"], expected, *expected) == ""
+
+
+def test_results_are_not_published_over_more_of_them(finished, published, tmp_path, out):
     comparison, folder = finished
-    comparison.publish(comparison, folder, tmp_path / "published")
+    shutil.copytree(published, tmp_path / "all")
+    before = everything(tmp_path / "all")
+    shutil.copytree(folder, out, dirs_exist_ok=True, symlinks=True, ignore=shutil.ignore_patterns("text", "result-10*"))
+    with pytest.raises(
+        ValueError, match=r"publish is .*all, but 6 cells there have results that are not here, such as"
+    ):
+        comparison.publish(comparison, out, tmp_path / "all")
+    assert everything(tmp_path / "all") == before
+    restore(comparison, tmp_path / "all", out)
+    comparison.publish(comparison, out, tmp_path / "all")
+
+
+def test_one_command_restores_and_trains_what_is_missing(finished, published, tmp_path, out):
+    comparison, folder = finished
+    shutil.copytree(published, tmp_path / "published")
     lacking = f"grt-lr{best_rate(comparison, folder, 'grt'):g}-seed1"
     (tmp_path / "published" / "cells" / f"{lacking}.json").unlink()
     line = ["--cells", "tiny_cells", "--text", str(folder / "text.py"), "--out", str(out), "--nice", "0"]
     process = start(run_compare, *line, "--restore", str(tmp_path / "published"), out=tmp_path / "said")
     process.join()
     assert process.exitcode == 0, (tmp_path / "said").read_text()
-    assert known_missing(comparison, out) == []
+    assert names_missing(comparison, out) == []
     assert [path.parents[1].name for path in out.glob("*/trunk/log.jsonl")] == [lacking]
     assert (tmp_path / "said").read_text().count("taken from") == 1  # not by the process of the run too
 
@@ -1083,7 +1159,7 @@ def test_a_trial_that_the_choice_of_a_rate_did_not_need_is_published_too(finishe
     extra = Run("dense", 8e-3, 0, 1)
     assert extra not in trials(more, out, "dense")
     Running(more, extra, out).finish()
-    assert f"cells/{extra.name}.json" in cell_files(more, out)
+    assert f"cells/{extra.name}.json" in run_files(more, out)
 
 
 # Plots
@@ -1224,8 +1300,8 @@ def test_of_a_method_beside_the_published_ones_all_others_are_published(page):
     check(comparison)
     check_methods(comparison)
     published = EXAMPLES.parent / "docs" / "results" / "comparison" / "cells"
-    cells = [read_cell(comparison, "restore", path) for path in published.glob("*.json")]
-    done = {(cell.run.method, cell.run.seed, len(cell.budgets)) for cell in cells}
+    runs = [read_run("restore", path) for path in published.glob("*.json")]
+    done = {(run.run.method, run.run.seed, len(run.results)) for run in runs}
     others = [cell for cell in comparison.plan if cell.method != "mine"]
     assert {(cell.method, cell.seed, len(comparison.protocol.budgets)) for cell in others} <= done
 
@@ -1274,7 +1350,7 @@ REFUSED = [
     ({"publish": Path(__file__)}, "publish is .*that is a file; it must be a folder"),
     ({"publish": Path(__file__) / "a" / "b"}, "publish is .*test_compare.py is a file; it must be a folder"),
     ({"only": "grt"}, "only is grt, but the runs that can be begun are grt-lr0.001-seed0, grt-lr0.002-seed0, "),
-    ({"restore": Path("here"), "out": Path("/proc/x")}, "out is /proc/x, but no folder can be made there"),
+    ({"restore": Path("here")}, "restore is here, but there is no published cell in here/cells: give a folder"),
     ({"restore": Path("here"), "verify": Path("x")}, "restore is here, but goes without --verify"),
     ({"publish": Path("here")}, "out is nowhere, but no run has a result"),
     ({"cells": "no/such/cells.py"}, "cells is no/such/cells.py, but there is no such file"),

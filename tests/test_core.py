@@ -168,7 +168,7 @@ def test_what_goes_around_a_step_is_added_to_what_it_makes(num_steps, seed):
 
 
 @pytest.mark.parametrize("skip", [8, rd.KeepState, nn.Identity()])
-def test_a_connection_that_is_none_is_refused(as_a_user_runs_it, skip):
+def test_what_is_no_part_cannot_go_around_a_step(as_a_user_runs_it, skip):
     with pytest.raises(ValueError, match=r"skip is .*, but must be an Injection"):
         rd.SkipUpdate(skip)
 

@@ -97,6 +97,9 @@ RELATIVES = {
 ISOPARAMS = {
     "grt-isoparams": grt(rd.Layout(1, 10, 2, 1), label="GRT, isoPARAMS", rate_of=None),
     "naive-isoparams": Method("naive loop, isoPARAMS", partial(rd.naive, rd.Layout(0, 12, 2, 0))),
+    "grt-isoparams-full-depth": grt(
+        rd.Layout(1, 10, 2, 1), sampler=full_depth, label="GRT, isoPARAMS, always full depth", rate_of="grt-isoparams"
+    ),
     "rrt-isoparams": Method("RRT, rank 4, isoPARAMS", partial(rd.rrt, rd.Layout(0, 10, 2, 0), rank=4), full_depth),
 }
 MORE = {
@@ -160,7 +163,8 @@ PAIRS = (
     ("ouro", "ouro-every-exit"),
     ("grt-isoparams", "dense-12"),
     ("grt-isoparams", "naive-isoparams"),
-    ("grt-isoparams", "rrt-isoparams"),
+    ("grt-isoparams-full-depth", "grt-isoparams"),
+    ("grt-isoparams-full-depth", "rrt-isoparams"),
     ("rrt-isoparams", "dense-12"),
     ("ladder-ends", "naive"),
     ("ladder-noise", "ladder-ends"),
@@ -175,6 +179,9 @@ PAIRS = (
 """GRT against the others; the ladder, rung by rung; and gate × sampled depth, which is a square of four of these."""
 
 
+METHODS = {**FIRST, **RELATIVES, **ISOPARAMS, **ABLATIONS, **SPLITS, **UNSCALED, **MORE}
+
+
 def plan() -> tuple[Trials | Full, ...]:
     """What is asked for most comes first: the first four, the relatives, one seed of the rest; then more."""
     first = [Trials(name) for name in FIRST] + [Full(name, 0, 2) for name in FIRST]
@@ -183,7 +190,8 @@ def plan() -> tuple[Trials | Full, ...]:
     first += [Trials(name) for name in UNSCALED] + [Full(name, 0) for name in UNSCALED]
     first += [Full(name, 1, 2) for name in UNSCALED]
     relatives, same_size, more = (
-        [cell for name in group for cell in (Trials(name), Full(name, 0, 2))] for group in (RELATIVES, ISOPARAMS, MORE)
+        [cell for name in group for cell in (Trials(METHODS[name].rate_of or name), Full(name, 0, 2))]
+        for group in (RELATIVES, ISOPARAMS, MORE)
     )
     varied = (*WHAT_HOLDS_BACK, *ABLATIONS, *SPLITS)
     short, further = ([Full(name, 0, most) for name in varied] for most in (1, 2))
@@ -198,7 +206,7 @@ def plan() -> tuple[Trials | Full, ...]:
 
 COMPARISON = Comparison(
     data=TextData(num_rows=ROWS),
-    methods={**FIRST, **RELATIVES, **ISOPARAMS, **ABLATIONS, **SPLITS, **UNSCALED, **MORE},
+    methods=METHODS,
     protocol=Protocol(budgets=(1464, 2928, 5856)),  # 3, 6 and 12 million tokens
     plan=plan(),
     dim=DIM,

@@ -11,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from comparison.cells import cell_files
 from comparison.figures import STYLE, as_png, look
 from comparison.language import FIRST
 from comparison.parts import Comparison, Full, Protocol, Run, Trials
 from comparison.planning import best_rate, read_result, score
+from comparison.published import run_files
 from comparison.publishing import what_ran, write
 from comparison.puzzles import Puzzle, PuzzleData
 
@@ -40,7 +40,7 @@ def panel(puzzle: Puzzle) -> Comparison:
 
 def publish(comparison: Comparison, out: Path, folder: Path) -> str:
     """Writes accuracy by steps asked for and steps taken: a table, JSON, a plot. Returns the table."""
-    cells, done = cell_files(comparison, out), _accuracies(comparison, out)
+    cells, done = run_files(comparison, out), _accuracies(comparison, out)
     text = what_ran(comparison, out, len(cells)) + "\n\n" + _table(comparison, done)
     told = json.dumps(done, indent=1) + "\n"
     plot = as_png(_drawn(comparison, done))

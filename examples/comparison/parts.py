@@ -155,6 +155,10 @@ class Data(abc.ABC):
         """How good the model is, at every exit; what JSON can hold."""
 
     @abc.abstractmethod
+    def misfit(self, measured: dict[str, Any]) -> str:
+        """In words, why something read from a file is no measurement on this data; empty if it is one."""
+
+    @abc.abstractmethod
     def score(self, measured: dict[str, Any]) -> float:
         """One number of a measurement, lower is better; trials are chosen by it."""
 

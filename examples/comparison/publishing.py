@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from comparison import tables
-from comparison.cells import cell_files
 from comparison.collecting import Table, collect
 from comparison.files import read_json
 from comparison.parts import Comparison
 from comparison.planning import read_result, runs_by_name
+from comparison.published import num_results, run_files
 from comparison.statistics import Estimate, Spread
 from comparison.text import TOLD
 
@@ -27,7 +27,7 @@ def publish(comparison: Comparison, out: Path, folder: Path) -> str:
     """Writes to `folder`, however little is done yet; returns the tables."""
     from comparison.figures import draw
 
-    cells, table = cell_files(comparison, out), collect(comparison, out)
+    cells, table = run_files(comparison, out), collect(comparison, out)
     text = _report(comparison, out, table, len(cells))
     told = json.dumps(_as_json(comparison, table), indent=1) + "\n"
     write(folder, {"tables.md": text, "results.json": told, **cells, **draw(comparison, table)})
@@ -38,8 +38,9 @@ def write(folder: Path, files: Mapping[str, str | bytes]) -> None:
     """Puts files there by their names.
 
     Raises:
-        ValueError: if no folder can be made there.
+        ValueError: if no folder can be made there, or what was published there has results that these files lack.
     """
+    _require_nothing_lost(folder, files)
     try:
         (folder / "cells").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -48,20 +49,35 @@ def write(folder: Path, files: Mapping[str, str | bytes]) -> None:
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def _require_nothing_lost(folder: Path, files: Mapping[str, str | bytes]) -> None:
+    now = {name: num_results(str(content)) for name, content in files.items() if name.startswith("cells/")}
+    before = {
+        f"cells/{path.name}": num_results(path.read_text(errors="replace"))
+        for path in (folder / "cells").glob("*.json")
+    }
+    lost = [name for name in sorted(before) if before[name] > now.get(name, 0)]
+    if lost:
+        raise ValueError(
+            f"publish is {folder}, but {len(lost)} cells there have results that are not here, such as {lost[0]}: take "
+            f"them in with --restore {folder}, delete them, or publish to another folder."
+        )
+
+
 def what_ran(comparison: Comparison, out: Path, num_cells: int) -> str:
     """How many runs, their time, and the machine's size."""
-    return f"{num_cells} runs, {_hours(comparison, out):.1f} core-hours of steps. {_machine()}"
+    hours = _hours(comparison, out)
+    return f"{num_cells} runs, {hours:.1f} core-hours of steps, one thread a run. Published from {_machine()}."
 
 
 def _hours(comparison: Comparison, out: Path) -> float:
-    """What the steps behind all results took of one core, to a percent or two.
+    """What the steps behind all results took of one core, to a percent or two; runs that diverged say nothing.
 
     Budgets share their trunk: all of the longest counts, of the others their cooldowns.
     """
     runs = runs_by_name(comparison, out).values()
     found = [[read_result(comparison, out, run, budget) for budget in comparison.protocol.budgets] for run in runs]
-    taken = [[result["training"]["seconds"] for result in of if result and "training" in result] for of in found]
-    return sum(of[-1] + comparison.protocol.cooldown * sum(of[:-1]) for of in taken if of) / 3600
+    taken = [[one["training"]["seconds"] for one in results if one and "training" in one] for results in found]
+    return sum(times[-1] + comparison.protocol.cooldown * sum(times[:-1]) for times in taken if times) / 3600
 
 
 def _report(comparison: Comparison, out: Path, table: Table, num_cells: int) -> str:
@@ -90,7 +106,7 @@ def _text(out: Path) -> list[str]:
 
 def _machine() -> str:
     """The machine's size."""
-    return f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}, one thread a run."
+    return f"{os.cpu_count()} cores ({platform.machine()}) with torch {torch.__version__}"
 
 
 def _as_json(comparison: Comparison, table: Table) -> dict[str, Any]:

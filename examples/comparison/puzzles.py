@@ -212,6 +212,16 @@ class PuzzleData(Data):
         by_hops = [self._accuracies(method, model, hops) for hops in range(1, self.puzzle.max_hops + 1)]
         return {"accuracy": [list(of_depth) for of_depth in zip(*by_hops, strict=True)], "full": model.num_steps}
 
+    def misfit(self, measured: dict[str, Any]) -> str:
+        by_depth, full = measured.get("accuracy"), measured.get("full")
+        rows = by_depth if isinstance(by_depth, list) else []
+        hops = self.puzzle.max_hops
+        if not rows or not all(isinstance(row, list) and len(row) == hops for row in rows):
+            return f"its accuracies are not {hops} at each depth"
+        if not all(type(value) in (int, float) for row in rows for value in row):
+            return "its accuracies are no numbers"
+        return "" if type(full) is int and 1 <= full <= len(rows) else f"its full depth is {full}"
+
     def score(self, measured: dict[str, Any]) -> float:
         at_full = measured["accuracy"][measured["full"] - 1]
         return 1 - sum(at_full) / len(at_full)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -86,19 +86,26 @@ class TextData(Data):
     def measure(self, method: Method, model: rd.RecurrentTransformer) -> dict[str, Any]:
         windows = self._windows()
         nats = torch.cat([self._nats(method, model, part) for part in windows.split(ROWS_AT_ONCE)], 1).double()
-        num_bytes = torch.from_numpy(self.opened["token_bytes"])[windows[:, 1:]].sum(1).double()
-        groups = torch.arange(len(windows)) * min(NUM_PARTS, len(windows)) // len(windows)
-        grouped = torch.zeros(len(nats), int(groups.max()) + 1, dtype=torch.double).index_add(1, groups, nats)
-        of_group = torch.zeros(grouped.shape[1], dtype=torch.double).index_add(0, groups, num_bytes)
-        bits = grouped / of_group / math.log(2)
-        exits = nats.sum(1) / num_bytes.sum() / math.log(2)
+        groups, part_bytes = self._parts(windows)
+        grouped = torch.zeros(len(nats), len(part_bytes), dtype=torch.double).index_add(1, groups, nats)
+        bits = grouped / part_bytes / math.log(2)
+        exits = nats.sum(1) / part_bytes.sum() / math.log(2)
         return {
             "exits": _rounded(exits),
             "first_parts": _rounded(bits[0]),
             "last_parts": _rounded(bits[-1]),
-            "part_bytes": [int(n) for n in of_group],
+            "part_bytes": part_bytes.int().tolist(),
             "stepped": _rounded(torch.stack(list(_stepped(model, windows[:ROWS_AT_ONCE])))),
         }
+
+    def misfit(self, measured: dict[str, Any]) -> str:
+        rows = [measured.get(name) for name in ("exits", "first_parts", "last_parts")]
+        if not all(_are_numbers(row) for row in rows):
+            return "its losses are no numbers"
+        part_bytes = self._parts(self._windows())[1].int().tolist()
+        if measured.get("part_bytes") != part_bytes or any(len(row) != len(part_bytes) for row in rows[1:]):
+            return "it is of other held-out windows"
+        return ""
 
     def score(self, measured: dict[str, Any]) -> float:
         return measured["exits"][-1]
@@ -112,6 +119,13 @@ class TextData(Data):
                 for logits in method.exits(model, windows, model.layout.num_steps)
             ]
         )
+
+    def _parts(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Which part each window belongs to, and how many bytes each part has."""
+        num_parts = min(NUM_PARTS, len(windows))
+        num_bytes = torch.from_numpy(self.opened["token_bytes"])[windows[:, 1:]].sum(1).double()
+        groups = torch.arange(len(windows)) * num_parts // len(windows)
+        return groups, torch.zeros(num_parts, dtype=torch.double).index_add(0, groups, num_bytes)
 
     def _windows(self) -> Tensor:
         tokens, stride = self.opened["held_out"], self.length - 1
@@ -168,6 +182,10 @@ def _stepped(model: rd.RecurrentTransformer, windows: Tensor) -> Iterator[Tensor
 def _told(corpus: Corpus) -> dict[str, Any]:
     numbers = {"train_tokens": corpus.train.size, "held_out_tokens": corpus.held_out.size}
     return {"checksum": corpus.checksum, "bytes_per_token": corpus.bytes_per_token, **numbers}
+
+
+def _are_numbers(row: object) -> TypeGuard[list[float]]:
+    return isinstance(row, list) and bool(row) and all(type(value) in (int, float) for value in row)
 
 
 def _rounded(values: Tensor) -> list[float]:

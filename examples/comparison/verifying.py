@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from comparison.cells import read_cell
 from comparison.describing import differences
 from comparison.parts import Comparison
-from comparison.running import DivergedError, Running, Stage
+from comparison.published import read_run
+from comparison.running import FIRST_STEPS, DivergedError, Running, Stage
 
 
 def verify(comparison: Comparison, published: Path, out: Path, *, tolerance: float, say: Callable[[str], None]) -> int:
@@ -21,18 +21,19 @@ def verify(comparison: Comparison, published: Path, out: Path, *, tolerance: flo
         ValueError: if the cell cannot be read, is of other settings, of no method of these cells or of other text than
             here, or training diverges here.
     """
-    run, budgets, expected = read_cell(comparison, "verify", published)
+    run, results, expected = read_run(f"verify is {published}", published)
     if run.method not in comparison.methods:
         known = ", ".join(comparison.methods)
         raise ValueError(f"verify is {published}, but its method is {run.method}, which is none of {known}.")
-    if not expected:
-        raise ValueError(f"verify is {published}, but it holds no first_losses.")
+    most = min(FIRST_STEPS, comparison.protocol.fork(comparison.protocol.budgets[0]))
+    if not 1 <= len(expected) <= most:
+        raise ValueError(f"verify is {published}, but it holds {len(expected)} first_losses, not 1 to {most}.")
     found: list[float] = []
     with TemporaryDirectory(prefix="verify-") as folder:
         (Path(folder) / "text").symlink_to((out / "text").resolve())
         comparison.data.open(out / "text")
         running = Running(comparison, run, Path(folder))
-        config = budgets[0]["config"]
+        config = results[0]["config"]
         _require_same(config, running.config)
         other = differences(config, running.config, "method")
         if other:

@@ -142,13 +142,15 @@ def progress(comparison: Comparison, out: Path, jobs: int) -> str:
     for run in _longest(list(known_runs(comparison, out))):
         records = {path.parent.name: read_journal(path) for path in (out / run.name).glob("*/log.jsonl")}
         taken[run.method][0] += sum(map(len, records.values()))
-        taken[run.method][1] += sum(record["seconds"] for of in records.values() for record in of)
-        left[run.method] += steps_left(comparison, out, run, {name: len(of) for name, of in records.items()})
+        taken[run.method][1] += sum(record["seconds"] for stage in records.values() for record in stage)
+        left[run.method] += steps_left(comparison, out, run, {name: len(stage) for name, stage in records.items()})
     unknown = [cell for cell in comparison.plan if isinstance(cell, Full) and runs_of(comparison, out, cell) is None]
     for method, _ in dict.fromkeys((cell.method, cell.seed) for cell in unknown):
         left[method] += comparison.protocol.steps(len(comparison.protocol.budgets))
     done, seconds = (sum(column) for column in zip(*taken.values(), strict=True))
     said = f"{done:,} of {done + sum(left.values()):,} steps done"
+    if not any(left.values()):
+        return f"{said}, nothing is left"
     if not done:
         return said
     hours = sum(

@@ -43,7 +43,10 @@ class GaussianNoise(nn.Module):
 
 
 class Injection(nn.Module, abc.ABC):
-    """What the blocks see at a step. Work that no step changes is done once, in `begin`."""
+    """A function of state and anchor: what the blocks see at a step, or what goes around them.
+
+    Work that no step changes is done once, in `begin`.
+    """
 
     @abc.abstractmethod
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> Tree:
@@ -53,7 +56,7 @@ class Injection(nn.Module, abc.ABC):
     def forward(
         self, h: Float[Tensor, "batch token dim"], context: Tree, step: int
     ) -> Float[Tensor, "batch token dim"]:
-        """The input of the blocks."""
+        """The input of the blocks, or what is added to their output."""
 
     @abc.abstractmethod
     def cost(self) -> PartCost:
@@ -70,7 +73,7 @@ def check_width(anchor: Tensor, dim: int) -> None:
 
 
 class KeepState(Injection):
-    """The blocks see the state alone: the plain loop."""
+    """The state alone: what the blocks see in the plain loop."""
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> None:
         """Nothing."""

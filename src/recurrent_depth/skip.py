@@ -12,7 +12,7 @@ from recurrent_depth.update import DepthState, DepthUpdate, initial_state
 
 
 class KeepAnchor(Injection):
-    """The anchor alone, whatever the state."""
+    """The anchor alone, whatever the state. For what goes around the blocks: if they see nothing else, none loops."""
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> Float[Tensor, "batch token dim"]:
         """The anchor itself."""

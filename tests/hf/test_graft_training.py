@@ -62,6 +62,8 @@ def test_auxiliary_losses_of_the_loop_are_in_the_loss(checkpointed):
     by_place = model(tokens, None, None, None, None, tokens, return_dict=False)
     torch.testing.assert_close(by_place[0], output.loss)
     targets = tokens[:, 1:].numel()
+    by_place = model(tokens, None, None, None, None, tokens, return_dict=False, num_items_in_batch=3 * targets)
+    torch.testing.assert_close(by_place[0], output.loss / 3)
     torch.testing.assert_close(model(tokens, labels=tokens, num_items_in_batch=3 * targets).loss, output.loss / 3)
     unit = model.recurrence.core.update.inner.unit
     output.loss.backward()
