@@ -820,7 +820,7 @@ def test_headroom_is_counted_in_spreads_and_shares_of_it(tiny):
     groups = {name: [result([v], seed=seed) for seed, v in enumerate(values)] for name, values in losses.items()}
     rows = {name: Row(name, name, 2, 1e-3, [[], group], [0, 0], {}) for name, group in groups.items()}
     spread = statistics.own_spread(list(groups.values()))
-    table = Table(rows, [None, spread], [None, statistics.Spread(0.1, 1)])
+    table = Table(rows, [None, spread], [{}, {}])
     assert spread is not None
     shown = tables.headroom_table(comparison, table)
     assert f"| headroom over spread | open | {1 / spread.value:.1f} × |" in shown
@@ -831,11 +831,31 @@ def test_headroom_is_counted_in_spreads_and_shares_of_it(tiny):
 def test_models_that_do_not_loop_say_nothing_about_depth_gains(finished):
     comparison, folder = finished
     table = collect(comparison, folder)
-    loops = [row.budgets[1] for row in table.rows.values() if row.name in ("grt", "every")]
-    assert table.gain_spreads[1] == statistics.pooled_spread(loops, statistics.gain)
-    assert table.gain_spreads[1] is not None
-    assert table.gain_spreads[1].value > 0
+    of_grt = statistics.pooled_spread([table.rows["grt"].budgets[1]], statistics.gain)
+    assert table.gain_spreads[1] == {"grt": of_grt, "every": None}
+    assert of_grt is not None
+    assert of_grt.value > 0
     assert table.depth_gain("dense", 1) is None
+
+
+def test_depth_gains_are_judged_by_methods_that_draw_their_depths_alike(finished, out):
+    comparison, folder = finished
+    shutil.copytree(folder, out, dirs_exist_ok=True, symlinks=True, ignore=shutil.ignore_patterns("text"))
+    alone = collect(comparison, out).depth_gain("grt", 1)
+    run = Run("every", best_rate(comparison, out, "grt"), 0, 2)  # always at full depth: its first exit ends anywhere
+    more = comparison._replace(plan=(*comparison.plan, Full("every", 1)))
+    path = out / run._replace(seed=1).name / "result-10.json"
+    path.parent.mkdir()
+    far = json.loads((out / run.name / "result-10.json").read_text())
+    far["measured"]["exits"][0] += 5
+    far = {**far, "seed": 1, "config": {**far["config"], **settings(more, run._replace(seed=1))}}
+    path.write_text(json.dumps(far))
+    table = collect(more, out)
+    assert table.depth_gain("grt", 1) == alone
+    wide = table.depth_gain("every", 1)
+    assert wide is not None
+    assert wide.error is not None
+    assert wide.error > 1
 
 
 def test_the_tables_of_finished_cells_have_nothing_open(finished, tmp_path):
@@ -1190,7 +1210,7 @@ def uneven(tiny) -> Table:
     }
     rows = {name: Row(name, COMPARISON.methods[name].label, 2, 1e-3, of, [0, 0], {}) for name, of in budgets.items()}
     spreads = [statistics.own_spread([row.budgets[number] for row in rows.values()]) for number in (0, 1)]
-    return Table(rows, spreads, [None, None])
+    return Table(rows, spreads, [dict.fromkeys(rows)] * 2)
 
 
 def legend(axes) -> list[str]:

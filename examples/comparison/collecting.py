@@ -48,12 +48,13 @@ class Table(NamedTuple):
     Attributes:
         rows: in the order of the plan.
         spreads: the standard deviation of a loss, at each budget, beyond what its method and its seed explain.
-        gain_spreads: that of a depth gain over seeds, pooled over methods.
+        gain_spreads: at each budget, that of a depth gain over seeds, by method. It is pooled over methods that draw
+            their depths alike: where nothing leaves after one step in training, the loss there can be anything.
     """
 
     rows: dict[str, Row]
     spreads: list[Spread | None]
-    gain_spreads: list[Spread | None]
+    gain_spreads: list[dict[str, Spread | None]]
 
     def difference(self, some: str, others: str, budget: int) -> Estimate | None:
         """Between two methods at the budget of this number; None while one is open."""
@@ -68,7 +69,7 @@ class Table(NamedTuple):
         group = self.rows[name].budgets[budget]
         if not _loops(group):
             return None
-        found = statistics.depth_gain(group, self.gain_spreads[budget])
+        found = statistics.depth_gain(group, self.gain_spreads[budget][name])
         return found._replace(diverged=self.diverged(budget, name))
 
     def diverged(self, budget: int, *names: str) -> int:
@@ -85,8 +86,17 @@ def collect(comparison: Comparison, out: Path) -> Table:
     return Table(
         rows,
         [statistics.own_spread(group) for group in groups],
-        [statistics.pooled_spread([group for group in each if _loops(group)], statistics.gain) for each in groups],
+        [_gain_spreads(comparison, {name: row.budgets[number] for name, row in rows.items()}) for number in numbers],
     )
+
+
+def _gain_spreads(comparison: Comparison, groups: dict[str, list[Result]]) -> dict[str, Spread | None]:
+    alike: dict[object, list[list[Result]]] = {}
+    for name, group in groups.items():
+        if _loops(group):
+            alike.setdefault(comparison.methods[name].sampler, []).append(group)
+    pooled = {sampler: statistics.pooled_spread(of_sampler, statistics.gain) for sampler, of_sampler in alike.items()}
+    return {name: pooled[comparison.methods[name].sampler] for name, group in groups.items() if _loops(group)}
 
 
 def _loops(group: list[Result]) -> bool:
