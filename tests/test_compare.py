@@ -710,10 +710,27 @@ def test_noise_of_a_known_size_is_found(of):
 
 
 def test_losses_at_equal_flops_lie_between_budgets():
-    budgets = [[result([2.0], flops=1e6)], [result([1.0], flops=1e8)]]
-    assert statistics.at_equal_flops(budgets, 1e7) == pytest.approx(math.sqrt(2))
-    assert statistics.at_equal_flops(budgets, 1e9) is None
-    assert statistics.at_equal_flops(budgets[:1], 1e6) is None
+    budgets = [[result([2.0, 4.0], flops=1e6), result([3.0, 3.0], flops=1e6, seed=1)], [result([1.0, 1.0], flops=1e8)]]
+    (between,) = statistics.at_equal_flops(budgets, 1e7)  # of the seed that has both
+    assert between["seed"] == 0
+    assert between["measured"]["last_parts"] == pytest.approx([math.sqrt(2), 2])
+    assert statistics.loss(between) == pytest.approx(math.sqrt(3))
+    assert statistics.at_equal_flops(budgets, 1e9) == []
+    assert len(statistics.at_equal_flops(budgets[:1], 1e6)) == 2
+
+
+@pytest.mark.parametrize("num_seeds", [2, 3])
+def test_where_methods_are_alike_at_equal_flops_few_claims_are_wrong(num_seeds):
+    """The methods may have learned from the same batches or not: what a seed does to all of them is in the error."""
+    draw, claims, times = np.random.default_rng(2).normal, 0, 1000
+    for _ in range(times):
+        losses = [[10 + draw() for _ in range(num_seeds)] for _ in range(3)]
+        budgets = [[result([loss] * 2, flops=1.0, seed=seed) for seed, loss in enumerate(each)] for each in losses]
+        rows = {str(name): Row(str(name), "", num_seeds, 1e-3, [each], [0], {}) for name, each in enumerate(budgets)}
+        found = Table(rows, [None], [{}]).at_equal_flops("0", "1")
+        assert found is not None
+        claims += found.claimed
+    assert 0.02 < claims / times <= 0.071  # three standard errors above one in twenty
 
 
 # Reporting
@@ -1268,7 +1285,7 @@ def test_a_difference_of_one_seed_looks_unlike_one_with_an_error(tiny, uneven):
 
 def test_tables_say_which_budget_a_number_is_of(tiny, uneven):
     comparison, _ = tiny
-    assert "| +0.2000 (0.00032 M) |" in find_line(tables.baseline_table(comparison, uneven), "GRT")
+    assert "| 0.00032 M: +0.2000 (one seed) |" in find_line(tables.baseline_table(comparison, uneven), "GRT")
     lines = tables.exits_table(comparison, uneven).splitlines()[2:]
     assert [line.split(" | ")[:2] for line in lines] == [
         ["| GRT", "0.00032 M tokens"],

@@ -64,6 +64,21 @@ class Table(NamedTuple):
         found = statistics.difference(*groups, self.spreads[budget])
         return found._replace(diverged=self.diverged(budget, some, others))
 
+    def at_equal_flops(self, name: str, baseline: str) -> Estimate | None:
+        """Of the method's longest budget less the baseline at as many training FLOPs.
+
+        None where that lies outside of the baseline's budgets. The two have seen different numbers of tokens, so what
+        a seed does to all methods stays in the spread.
+        """
+        row, base = self.rows[name], self.rows[baseline]
+        others = statistics.at_equal_flops(base.budgets, statistics.mean(row.longest, statistics.spent))
+        if not others:
+            return None
+        number = row.budgets.index(row.longest)
+        spread = statistics.pooled_spread([each.budgets[number] for each in self.rows.values()])
+        found = statistics.difference(row.longest, others, spread)
+        return found._replace(diverged=row.lost + sum(base.diverged))
+
     def depth_gain(self, name: str, budget: int) -> Estimate | None:
         """Of a loop; None while it is open."""
         group = self.rows[name].budgets[budget]

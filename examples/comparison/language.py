@@ -159,7 +159,10 @@ PAIRS = (
     ("grt", "grt-one-step"),
     ("grt", "grt-no-noise"),
     ("grt", "grt-init-0.02"),
-    *(("grt", other) for other in RELATIVES),
+    *(
+        ("grt-full-depth" if method.sampler is full_depth else "grt", name)
+        for name, method in {**RELATIVES, **MORE}.items()
+    ),
     ("ouro", "ouro-every-exit"),
     ("grt-isoparams", "dense-12"),
     ("grt-isoparams", "naive-isoparams"),
@@ -176,14 +179,15 @@ PAIRS = (
     ("grt-bias-4", "grt"),
     ("grt-act", "grt-full-depth"),
 )
-"""GRT against the others; the ladder, rung by rung; and gate × sampled depth, which is a square of four of these."""
+"""GRT against the others, at full depth where they are; the ladder, rung by rung; and gate × sampled depth, which is a
+square of four of these."""
 
 
 METHODS = {**FIRST, **RELATIVES, **ISOPARAMS, **ABLATIONS, **SPLITS, **UNSCALED, **MORE}
 
 
 def plan() -> tuple[Trials | Full, ...]:
-    """What is asked for most comes first: the first four, the relatives, one seed of the rest; then more."""
+    """What is asked for most comes first: the first four, the relatives, one seed of the rest; then more seeds."""
     first = [Trials(name) for name in FIRST] + [Full(name, 0, 2) for name in FIRST]
     first += [Full("grt-one-step", 0, 2), Trials("huginn"), Full("huginn", 0, 2)]
     first += [Full(name, 1, 2) for name in FIRST] + [Full(name, 0) for name in FIRST]
@@ -200,8 +204,9 @@ def plan() -> tuple[Trials | Full, ...]:
     square = [Full(name, 0, 2) for name in ("ladder-anchor", "ungated-full-depth")]
     again = [Full(name, 1) for name in (*FIRST, *measured)]
     third = [Full(name, 2) for name in FIRST]
+    second = [Full(name, 1, 2) for name in (*RELATIVES, *ISOPARAMS, *MORE)]
     longer = [Full(name, seed) for seed in (0, 1) for name in (*RELATIVES, *ISOPARAMS, *ABLATIONS, *SPLITS, *MORE)]
-    return (*first, *relatives, *short, *same_size, *square, *again, *more, *further, *third, *longer)
+    return (*first, *relatives, *short, *same_size, *square, *again, *more, *third, *second, *further, *longer)
 
 
 COMPARISON = Comparison(

@@ -117,8 +117,13 @@ def _as_json(comparison: Comparison, table: Table) -> dict[str, Any]:
     numbers = range(len(comparison.protocol.budgets))
     pairs = {f"{a} less {b}": [_named(table.difference(a, b, n)) for n in numbers] for a, b in comparison.pairs}
     gains = {name: [_named(table.depth_gain(name, n)) for n in numbers] for name in table.rows}
+    equal = {
+        row.name: _named(table.at_equal_flops(row.name, comparison.baseline))
+        for row in table.rows.values()
+        if row.longest
+    }
     spreads = [_named(spread) for spread in table.spreads]
-    return {"methods": lean, "differences": pairs, "depth_gains": gains, "spreads": spreads}
+    return {"methods": lean, "differences": pairs, "at_equal_flops": equal, "depth_gains": gains, "spreads": spreads}
 
 
 def _named(found: Estimate | Spread | None) -> dict[str, float | None] | None:

@@ -62,6 +62,11 @@ def gain(result: Result) -> float:
     return result["measured"]["exits"][0] - loss(result)
 
 
+def spent(result: Result) -> float:
+    """Training FLOPs."""
+    return result["training"]["flops"]
+
+
 def pooled_spread(groups: Sequence[Sequence[Result]], of: Callable[[Result], float] = loss) -> Spread | None:
     """Over seeds, pooled over the methods (`groups`) that have several."""
     several = [[of(result) for result in group] for group in groups if len(group) > 1]
@@ -113,18 +118,24 @@ def depth_gain(group: Sequence[Result], spread: Spread | None) -> Estimate:
     return Estimate(mean(group, gain), *_error(parts, group, spread, 1 / len(group)))
 
 
-def at_equal_flops(budgets: Sequence[Sequence[Result]], flops: float) -> float | None:
-    """The loss of a method that trained for so many FLOPs, between its budgets; None outside of them.
+def at_equal_flops(budgets: Sequence[Sequence[Result]], flops: float) -> list[Result]:
+    """What each seed of a method comes to with so many training FLOPs, between its budgets.
 
-    Straight in the logarithms of both.
+    Straight in the logarithms of both. Seeds that end short of them, or begin beyond, are left out.
     """
-    done = [group for group in budgets if group]
-    if len(done) < 2:
-        return None
-    spent = [math.log(mean(group, lambda result: result["training"]["flops"])) for group in done]
-    if not spent[0] <= math.log(flops) <= spent[-1]:
-        return None
-    return math.exp(float(np.interp(math.log(flops), spent, [math.log(mean(group)) for group in done])))
+    seeds = dict.fromkeys(result["seed"] for group in budgets for result in group)
+    runs = [[result for group in budgets for result in group if result["seed"] == seed] for seed in seeds]
+    return [_between(run, flops) for run in runs if spent(run[0]) <= flops <= spent(run[-1])]
+
+
+def _between(run: Sequence[Result], flops: float) -> Result:
+    def straight(name: str) -> list[float]:
+        values = np.log([result["measured"][name] for result in run])
+        return [math.exp(np.interp(math.log(flops), at, value)) for value in values.T]
+
+    at = [math.log(spent(result)) for result in run]
+    measured = {name: straight(name) for name in ("exits", "last_parts")}
+    return {"seed": run[0]["seed"], "measured": {**run[0]["measured"], **measured}}
 
 
 def _mean_parts(group: Sequence[Result], name: str) -> np.ndarray:

@@ -23,7 +23,12 @@ def _method(comparison: Comparison, table: Table, row: Row) -> list[str]:
     sizes = [OPEN] * 4
     if row.longest:
         result = row.longest[0]
-        sizes = [result["layout"], f"{result['parameters']:,}", _times(row, base, _forward), _times(row, base, _spent)]
+        sizes = [
+            result["layout"],
+            f"{result['parameters']:,}",
+            _times(row, base, _forward),
+            _times(row, base, statistics.spent),
+        ]
     return [row.label, *sizes, *(_losses(row, number) for number in range(len(row.budgets)))]
 
 
@@ -38,7 +43,7 @@ def baseline_table(comparison: Comparison, table: Table) -> str:
             continue
         less = [in_words(table.difference(row.name, baseline, number)) for number in range(len(budgets))]
         shares = [_recovered(comparison, table, row, number) for number in range(len(budgets))]
-        lines.append([row.label, *less, _at_equal_flops(comparison, row, table.rows[baseline]), *shares])
+        lines.append([row.label, *less, _at_equal_flops(comparison, table, row), *shares])
     return _markdown(head, lines)
 
 
@@ -149,22 +154,17 @@ def _losses(row: Row, number: int) -> str:
     return f"{OPEN} (0 of {row.num_seeds}{also})" if lost else OPEN
 
 
-def _at_equal_flops(comparison: Comparison, row: Row, base: Row) -> str:
-    """The loss less that of the baseline trained for as many FLOPs, and the budget that it is of."""
-    of_base = statistics.at_equal_flops(base.budgets, statistics.mean(row.longest, _spent))
-    if of_base is None and not all(base.budgets):
+def _at_equal_flops(comparison: Comparison, table: Table, row: Row) -> str:
+    """After the budget that it is of."""
+    less = table.at_equal_flops(row.name, comparison.baseline)
+    if less is None and not all(table.rows[comparison.baseline].budgets):
         return OPEN
-    less = "outside" if of_base is None else f"{statistics.mean(row.longest) - of_base:+.4f}"
-    last = max(number for number, group in enumerate(row.budgets) if group)
-    return f"{less} ({_budgets(comparison)[last].removesuffix(' tokens')})" + left_out(row.lost + sum(base.diverged))
+    last = row.budgets.index(row.longest)
+    return f"{_budgets(comparison)[last].removesuffix(' tokens')}: {'outside' if less is None else in_words(less)}"
 
 
 def _forward(result: statistics.Result) -> float:
     return result["flops_per_token"]
-
-
-def _spent(result: statistics.Result) -> float:
-    return result["training"]["flops"]
 
 
 def _times(row: Row, base: Row, of) -> str:
