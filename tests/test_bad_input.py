@@ -46,6 +46,48 @@ def test_a_size_of_a_wrong_type_is_refused(build, name, value):
     assert repr(value) in str(error.value)
 
 
+PARTS = {
+    rd.Attention: {"dim": 8, "num_heads": 2},
+    rd.MLP: {"dim": 8, "hidden": 8},
+    rd.SwiGLU: {"dim": 8, "hidden": 8},
+    partial(rd.ConditionedBlock, nn.Identity(), nn.Identity()): {"dim": 8},
+    rd.TokenEmbedding: {"vocab_size": 8, "dim": 8},
+    rd.PositionedEmbedding: {"vocab_size": 8, "dim": 8, "context_length": 8},
+    partial(rd.ScaledTable, scale=2.0): {"vocab_size": 8, "dim": 8},
+    rd.FactorisedEmbedding: {"vocab_size": 8, "inner_dim": 8, "dim": 8, "num_positions": 8},
+    rd.Head: {"dim": 8, "vocab_size": 8},
+    rd.FactorisedHead: {"dim": 8, "inner_dim": 8},
+    rd.AnchoredGate: {"dim": 8},
+    rd.JointNormGate: {"dim": 8},
+    partial(rd.WriteShare, bias=4.0, temperature=1.0, noise=None): {"dim": 8},
+    rd.ConcatProjection: {"dim": 8},
+    rd.DiagonalInjection: {"dim": 8},
+    rd.SquareMap: {"dim": 8},
+    rd.StepRouter: {"dim": 8, "num_slots": 3, "num_cycles": 3},
+    rd.HaltingUnit: {"dim": 8},
+    rd.LearnedExit: {"dim": 8},
+    rd.LinearScores: {"dim": 8, "num_routers": 2, "num_outputs": 2},
+    rd.MLPScores: {"dim": 8, "hidden": 8, "num_routers": 2, "num_outputs": 2},
+    rd.TimeEmbedding: {"dim": 8, "num_frequencies": 4},
+    rd.CoarseTimes: {"finest": 4},
+    partial(rd.TimeConditionedUpdate, rd.plain(8), times=rd.CoarseTimes(2)): {"dim": 8},
+    rd.StepEmbedding: {"vocab_size": 8, "dim": 8, "num_steps": 2, "size": 4},
+    partial(rd.AddStepEmbedding, rd.plain(8), rd.StepEmbedding(8, 8, 2, 4)): {"dim": 8},
+    partial(rd.MemorySlotsUpdate, rd.KeepState()): {"dim": 8, "num_slots": 3, "num_steps": 2},
+}
+
+
+@unhooked
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: getattr(part, "func", part).__name__)
+def test_a_part_refuses_a_size_that_is_none(part):
+    sizes = PARTS[part]
+    part(**sizes)
+    for name in sizes:
+        for value in (0, -4, "16", 1.5, True):
+            with pytest.raises(ValueError, match=f"{name} is {value!r}, but must be a whole number of at least 1"):
+                part(**sizes | {name: value})
+
+
 @unhooked
 @every_builder
 def test_a_width_that_the_heads_do_not_divide_is_refused(build):

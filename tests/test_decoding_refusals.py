@@ -194,6 +194,21 @@ def test_a_rule_that_reads_the_gate_warns_where_there_is_none(build, rule):
         rd.generate(tiny(build).eval(), X, max_new_tokens=2, exit=rule)
 
 
+@pytest.mark.parametrize(
+    "rule", [rd.LatentConverged(), rd.KLConverged(), rd.AtLeast(2, rd.ArgmaxStable(1))], ids=["state", "KL", "argmax"]
+)
+def test_a_rule_that_looks_for_convergence_warns_where_tokens_rest_and_go_on(rule, recwarn):
+    with pytest.warns(UserWarning, match=r"exit is \w+, but this model's router leaves tokens out of a step"):
+        rd.generate(tiny(rd.mod).eval(), X, max_new_tokens=2, exit=rule)
+    cache, model = rd.DepthCache(), tiny(rd.mod).eval()
+    rd.extend(model, X, cache)
+    with pytest.warns(UserWarning, match="at rest they look converged"):
+        rd.extend_until(model, X[:, :1], cache, rule)
+    for build, exit_rule in ((rd.mor, rule), (rd.grt, rule), (rd.mod, rd.ExitAfter(2))):
+        rd.generate(tiny(build).eval(), X, max_new_tokens=2, exit=exit_rule)
+    assert not recwarn.list
+
+
 def test_an_update_of_ones_own_may_say_that_it_has_no_gate():
     class Replaces(Recorded):
         replaces_state = True

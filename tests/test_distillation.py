@@ -54,6 +54,40 @@ def test_a_model_has_nothing_to_learn_from_itself():
     assert_close(rd.WithObjective(model, objective)(x), rd.next_token_loss(model(x), x))
 
 
+def test_a_teacher_reads_the_text_whole_and_teaches_where_something_is_to_be_predicted():
+    model, teacher, x = tiny(rd.naive, rd.Layout(0, 1, 3, 0)).eval(), dense(), torch.randint(23, (2, 6))
+    labels = x.masked_fill(torch.arange(6) < 3, -100)
+    found = rd.WithObjective(model, rd.DistilledLoss(teacher))(x, labels=labels)
+    asked = torch.tensor([[False, False, True, True, True, True]] * 2)
+    taught = rd.distillation_loss(model(x), teacher(x), asked)
+    assert_close(found, rd.next_token_loss(model(x), labels) + taught, **close)
+
+
+@pytest.mark.parametrize(
+    "wrapped", [rd.WithObjective, lambda model: rd.WithConsistency(model)], ids=["objective", "consistency"]
+)
+def test_labels_are_what_is_to_be_predicted(wrapped):
+    model, x = lively(tiny(rd.naive, rd.Layout(0, 1, 3, 0))).eval(), torch.randint(23, (2, 6))
+    trained = wrapped(model)
+    assert_close(trained(x, 2, labels=x), trained(x, 2))
+    labels = x.clone()
+    labels[0] = -100
+    if isinstance(trained, rd.WithObjective):
+        assert_close(trained(x, 2, labels=labels), trained(x[1:], 2))
+    labels[:] = -100
+    prediction = trained(x, 2) - trained(x, 2, labels=labels)
+    losses = [rd.next_token_loss(model(x, steps), x) for steps in (3, 2)]
+    expected = losses[1] if isinstance(trained, rd.WithObjective) else losses[0] + trained.short * losses[1]
+    assert_close(prediction, expected, **close)
+
+
+def test_states_are_not_aligned_with_steps_that_some_rows_do_not_take():
+    model, x = tiny(rd.naive, rd.Layout(0, 1, 3, 0)), torch.randint(23, (2, 6))
+    objective = rd.WithObjective(model, rd.DistilledLoss(dense(), states=1.0, align={1: 3}), every_step=True)
+    with pytest.raises(ValueError, match="give one depth for all"):
+        objective(x, [1, 2])
+
+
 def test_a_student_is_drawn_to_its_teacher_and_the_teacher_stays():
     model, teacher = tiny(rd.naive, rd.Layout(0, 1, 3, 0)), dense()
     before = copy.deepcopy(teacher.state_dict())

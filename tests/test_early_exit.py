@@ -22,6 +22,7 @@ import recurrent_depth as rd
 LAYOUT = rd.Layout(1, 1, 4, 1)
 double = st.just(torch.float64)
 any_build = st.sampled_from(sorted(BUILDS))
+pytestmark = pytest.mark.filterwarnings("ignore:exit is .*, but this model")  # every rule is asked of every build here
 
 
 # Every rule, and its condition as its documentation has it

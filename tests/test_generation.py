@@ -369,6 +369,7 @@ def belongings(model: nn.Module) -> dict:
     return {**held, **inside, "training": [part.training for part in model.modules()]}
 
 
+@pytest.mark.filterwarnings("ignore:exit is KLConverged, but this model's router")
 @every_method
 def test_generating_is_deterministic_and_leaves_nothing_on_the_model(build):
     model, prompt = some_model(build), some_prompt()

@@ -90,6 +90,21 @@ def test_with_weight_one_interpolated_it_is_the_update_that_is_routed(training):
         assert_close(found.states[-1].write, expected.states[-1].write)
 
 
+@pytest.mark.parametrize(
+    "update, combination",
+    [
+        (rd.plain, rd.AddWeighted),
+        (lambda dim: rd.NormEachStep(rd.plain(dim), torch.nn.RMSNorm(dim)), rd.AddWeighted),
+        (rd.gated, rd.Interpolate),
+        (lambda dim: rd.NormEachStep(rd.gated(dim), torch.nn.RMSNorm(dim)), rd.Interpolate),
+        (lambda dim: rd.DampedUpdate(), rd.Interpolate),
+    ],
+    ids=["plain", "normed", "gated", "gated and normed", "damped"],
+)
+def test_a_result_that_holds_the_state_already_is_not_added_to_it_once_more(update, combination):
+    assert type(model_of(partial(rd.mor, update=update)).core.update.combine) is combination
+
+
 def test_mixture_of_depths_with_every_token_and_weight_one_is_the_plain_loop():
     def router(dim, num_steps):
         scores = rd.LinearScores(dim, num_routers=num_steps)
@@ -393,6 +408,7 @@ def test_a_text_is_written_alone_as_it_is_in_a_batch(build, policy):
         assert torch.equal(together[row, start:], alone[0])
 
 
+@pytest.mark.filterwarnings("ignore:exit is LatentConverged, but this model's router leaves")
 @every_routed
 def test_rows_that_leave_early_are_routed_as_they_are_alone(build):
     model, prompt, rule = model_of(build).eval(), some_tokens(4, 6), rd.LatentConverged(below=0.5)

@@ -199,8 +199,10 @@ def test_the_last_steps_embedding_around_it_matters():
 
 @pytest.mark.parametrize("inner", [rd.halted, lambda dim: tiny(rd.mor).core.update], ids=["halted", "mor"])
 def test_around_tokens_that_take_no_step_it_is_refused(inner):
-    with pytest.raises(ValueError, match=r"put the norm inside, (Halting|Routed)Update\(NormEachStep\("):
+    with pytest.raises(ValueError, match=r"put this inside, (Halting|Routed)Update\(NormEachStep\("):
         norm_each(16, inner)
+    with pytest.raises(ValueError, match=r"put this inside, (Halting|Routed)Update\(AddStepEmbedding\("):
+        tiny(rd.ple, update=inner)
 
 
 def test_a_published_size():
@@ -303,14 +305,44 @@ def test_exits_that_are_certain_keep_gradients_finite():
     assert all(weight.grad.isfinite().all() for weight in model.parameters())
 
 
-def test_rows_that_left_early_count_as_if_they_ended_there():
+@few
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=2))
+@pytest.mark.parametrize(
+    "make", [rd.ExpectedExitLoss, rd.ExitGainLoss, lambda rule: rd.every_step_loss], ids=["expected", "gain", "every"]
+)
+def test_rows_that_left_early_count_as_if_they_ended_there(make, depths):
     model, x = some()
-    objective = rd.ExpectedExitLoss(lively_exit(), entropy=0.0)
-    together = objective(model.trajectory(x, [2, 4], every_step=True), x)
-    alone = [
-        objective(model.trajectory(x[i : i + 1], steps, every_step=True), x[i : i + 1]) for i, steps in ((0, 2), (1, 4))
-    ]
+    rule = lively_exit()
+    objective = make(rule)
+
+    def loss(rows, steps):
+        return objective(model.trajectory(rows, steps, every_step=True), rows)
+
+    together, alone = loss(x, depths), [loss(x[i : i + 1], depths[i]) for i in (0, 1)]
     assert_close(together, torch.stack(alone).mean(), **close)
+    assert_close(gradient_of(rule, together), gradient_of(rule, torch.stack(alone).mean()), **close)
+
+
+def gradient_of(rule, loss):
+    rule.zero_grad()
+    if loss.requires_grad:
+        loss.backward()
+    return torch.zeros(1) if rule.bias.grad is None else rule.bias.grad.clone()
+
+
+def test_a_sampled_exit_comes_no_later_than_its_rows_last_step():
+    model, x = some()
+    trajectory = model.trajectory(x, [1, 4], every_step=True)
+    expected = rd.next_token_loss(model(x, [1, 4]), x)
+    assert_close(rd.SampledExitLoss(Fixed(0.0))(trajectory, x), expected, **close)
+
+
+def test_one_step_leaves_the_exit_a_gradient_of_zero_rather_than_none():
+    model, x = some(rd.grt, rd.Layout(1, 1, 3, 1))
+    rule = lively_exit()
+    rd.WithObjective(model, rd.ExpectedExitLoss(rule), every_step=True)(x, 1).backward()
+    for weight in rule.parameters():
+        assert_close(weight.grad, torch.zeros_like(weight))
 
 
 @pytest.mark.parametrize("build", [rd.ouro, rd.grt], ids=["ouro", "gate and learned exit"])
@@ -387,7 +419,7 @@ def test_the_second_stage_wants_to_go_on_where_the_next_step_helps():
         states = [rd.initial_state(torch.full((1, 2, 4), float(i))) for i in (0, 1)]
         order = logits if gains else logits[::-1]
         trajectory = rd.Trajectory(
-            tuple(states), 2, lambda state, order=order: order[int(state.h[0, 0, 0])].expand(1, 2, 2), rd.Notes()
+            tuple(states), 2, lambda state, order=order: order[int(state.h[0, 0, 0])].expand(1, 2, 2), rd.Notes(), x
         )
         rule.zero_grad()
         rd.ExitGainLoss(rule)(trajectory, x).backward()

@@ -22,6 +22,26 @@ def loop() -> rd.RecurrentCore:
     return rd.RecurrentCore([rd.PlainBlock(torch.nn.Linear(8, 8))], rd.gated(8))
 
 
+def timed(dim: int) -> rd.RecurrentTransformer:
+    """LoopFormer, whose blocks are told the time in another width than theirs."""
+    changed = rd.loopformer(rd.Layout(0, 1, 2, 0), **sizes)
+    changed.core.update = rd.TimeConditionedUpdate(rd.plain(16), dim, rd.CoarseTimes(2))
+    return changed
+
+
+def embedded(vocab_size: int, dim: int) -> rd.RecurrentTransformer:
+    """A model whose embedding per step is of other sizes."""
+    changed = model()
+    changed.core.update = rd.AddStepEmbedding(rd.plain(16), rd.StepEmbedding(vocab_size, dim, 4, 4), 16)
+    return changed
+
+
+def rebuilt(of: rd.RecurrentTransformer, num_steps: int) -> rd.RecurrentTransformer:
+    return rd.RecurrentTransformer(
+        of.embed, of.prelude, of.core, of.coda, norm=of.norm, head=of.head, num_steps=num_steps
+    )
+
+
 WRONG = {
     "x is 9 wide, but the update was built for 8": lambda: loop()(torch.randn(1, 2, 9), 3),
     "blocks is empty": lambda: rd.RecurrentCore([], rd.gated(8)),
@@ -44,6 +64,23 @@ WRONG = {
     "x must be": lambda: loop()(torch.zeros(1, 2, 8, dtype=torch.long), 3),
     "dim is 0": lambda: rd.gated(0),
     "model is 'grt', but must be a RecurrentTransformer": lambda: rd.initialise("grt"),
+    "embedding is of RecurrentTransformer, but must be an Embedding, such as model.embed": lambda: rd.scaled_embedding(
+        model(), 8.0
+    ),
+    "embedding is multiplied by 4 already": lambda: rd.scaled_embedding(
+        rd.huginn(rd.Layout(1, 1, 2, 1), **sizes).embed, 2.0
+    ),
+    "x is 8 wide, but the update was built for 16": lambda: rd.RecurrentCore(
+        [rd.PlainBlock(torch.nn.Linear(8, 8))], rd.GatedDepthUpdate(rd.KeepState(), rd.AnchoredGate(16))
+    )(torch.randn(1, 2, 8), 2),
+    "times is Identity": lambda: rd.TimeConditionedUpdate(rd.plain(8), 8, torch.nn.Identity()),
+    "at.condition is 8 wide, but the block was built for 16": lambda: timed(8)(tokens),
+    "tokens must lie in 0 to 4, the vocabulary": lambda: embedded(vocab_size=5, dim=16)(tokens),
+    "embedding is 16 wide, but that of the steps was built for 8": lambda: embedded(vocab_size=23, dim=8)(tokens),
+    "num_steps is 0, but must be a whole": lambda: rebuilt(model(), num_steps=0),
+    "start is .*, but must be a Tensor": lambda: model()(tokens, start=[0.0]),
+    r"positions must be integers.*got list": lambda: model()(tokens, positions=[0, 1, 2, 3]),
+    "num_steps is '4', but must be a whole number": lambda: model().trajectory(tokens).after("4"),
     "scale is -1, but must be a finite number above 0": lambda: rd.scaled_embedding(model().embed, -1),
     "dim is 0, but must be a whole number": lambda: rd.ConcatProjection(0),
     "dim is 4.5": lambda: rd.DiagonalInjection(4.5),

@@ -36,6 +36,12 @@ def require_whole(name: str, value: object, at_least: int | None = None) -> int:
     raise ValueError(f"{name} is {value!r}, but must be a whole number{bound}.")
 
 
+def require_sizes(**sizes: object) -> None:
+    """Raises a ValueError for a size that is no whole number of at least 1; names it."""
+    for name, size in sizes.items():
+        require_whole(name, size, at_least=1)
+
+
 def optional_steps(name: str, value: object) -> int | None:
     """Like `require_whole` of at least 1, where None stands for all steps."""
     return None if value is None else require_whole(name, value, at_least=1)

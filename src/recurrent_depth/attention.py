@@ -8,7 +8,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import require_number, require_sizes
 from recurrent_depth.contracts import At, BlockCost
 from recurrent_depth.moments import Moment
 from recurrent_depth.numerics import at_least_float32
@@ -23,6 +23,9 @@ class Rotary(nn.Module):
     Attributes:
         num_copies: tensors of the size of `x` that are alive at once in here, beside a float32 one of a narrower `x`.
 
+    Raises:
+        ValueError: if `base` is not above 0.
+
     Reference: Su et al., 2021, arXiv 2104.09864.
     """
 
@@ -30,7 +33,7 @@ class Rotary(nn.Module):
 
     def __init__(self, base: float = 10000.0):
         super().__init__()
-        self.base = base
+        self.base = require_number("base", base, above=0)
 
     def forward(
         self, x: Float[Tensor, "batch head token size"], positions: Int[Tensor, "#batch token"]
@@ -176,8 +179,7 @@ def _asked_twice(queries: Tensor) -> Tensor:
 
 def check_heads(dim: int, num_heads: int, num_kv_heads: int) -> None:
     """Raises a ValueError where one is no whole number of at least 1, or one does not divide the other."""
-    for name, value in (("dim", dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        require_whole(name, value, at_least=1)
+    require_sizes(dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if dim % num_heads:
         raise ValueError(f"dim must be divisible by num_heads, got dim={dim} and num_heads={num_heads}.")
     if num_heads % num_kv_heads:

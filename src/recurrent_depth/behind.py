@@ -72,7 +72,7 @@ class NormEachStep(DepthUpdate):
         super().__init__()
         require_instance("inner", inner, DepthUpdate, "rd.plain(dim)")
         require_instance("norm", norm, nn.Module, "torch.nn.RMSNorm(dim)")
-        _check_all_step(inner)
+        require_all_step(inner, "normed again", "NormEachStep(update, norm)")
         self.inner, self.norm = inner, norm
 
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
@@ -93,12 +93,18 @@ class NormEachStep(DepthUpdate):
         return cost_of(self.inner, num_steps)
 
 
-def _check_all_step(inner: DepthUpdate) -> None:
-    """Refuses updates in which some tokens take no step: which ones, a wrapper cannot see."""
+def require_all_step(inner: DepthUpdate, done: str, inside: str) -> None:
+    """Refuses updates in which some tokens take no step: which ones, a wrapper that changes every token cannot see.
+
+    Args:
+        inner: the update that is wrapped.
+        done: what the wrapper would do to idle tokens.
+        inside: how the wrapper is written where it goes.
+    """
     for part in inner.modules():
         if isinstance(part, HaltingUpdate | RoutedUpdate):
             name = type(part).__name__
             raise ValueError(
-                f"inner holds a {name}, whose idle tokens would be normed again at every step: put the norm inside, "
-                f"{name}(NormEachStep(update, norm), ...)."
+                f"inner holds a {name}, whose idle tokens would be {done} at every step: put this inside, "
+                f"{name}({inside}, ...)."
             )

@@ -8,16 +8,22 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_sizes
 from recurrent_depth.contracts import At, BlockCost, KeyValues
 from recurrent_depth.moments import Moment
 from recurrent_depth.residual import Residual, ResidualProjection
 
 
 class MLP(nn.Module):
-    """The two-layer MLP of GPT-2, with the exact GELU."""
+    """The two-layer MLP of GPT-2, with the exact GELU.
+
+    Raises:
+        ValueError: if a size is below 1.
+    """
 
     def __init__(self, dim: int, hidden: int, *, bias: bool = False):
         super().__init__()
+        require_sizes(dim=dim, hidden=hidden)
         self.up = nn.Linear(dim, hidden, bias=bias)
         self.out = ResidualProjection(hidden, dim, bias=bias)
 
@@ -33,11 +39,15 @@ class MLP(nn.Module):
 class SwiGLU(nn.Module):
     """The gated MLP of Llama.
 
+    Raises:
+        ValueError: if a size is below 1.
+
     Reference: Shazeer, 2020, arXiv 2002.05202.
     """
 
     def __init__(self, dim: int, hidden: int, *, bias: bool = False):
         super().__init__()
+        require_sizes(dim=dim, hidden=hidden)
         self.gate = nn.Linear(dim, hidden, bias=bias)
         self.up = nn.Linear(dim, hidden, bias=bias)
         self.out = ResidualProjection(hidden, dim, bias=bias)

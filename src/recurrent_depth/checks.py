@@ -5,6 +5,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_instance
 from recurrent_depth.update import DepthState
 from recurrent_depth.update_answers import check_leaves
 
@@ -88,13 +89,17 @@ def check_complete_mask(mask: Tensor, batch: int, num_tokens: int, *, cached: bo
         raise ValueError(f"mask must be boolean where it is complete (batch, query, key), got {mask.dtype}.")
 
 
-def check_positions(positions: Tensor | None, batch: int, num_tokens: int) -> None:
-    """Raises a ValueError for positions that are no integers, or neither (batch, token) nor (1, token)."""
+def check_positions(positions: object, batch: int, num_tokens: int) -> None:
+    """Raises a ValueError for positions that are no tensor of integers, or neither (batch, token) nor (1, token)."""
     if positions is None:
         return
-    if positions.shape not in ((batch, num_tokens), (1, num_tokens)) or not _is_integer(positions):
+    if not isinstance(positions, Tensor):
+        got = type(positions).__name__
+    elif positions.shape not in ((batch, num_tokens), (1, num_tokens)) or not _is_integer(positions):
         got = f"{tuple(positions.shape)} of {positions.dtype}"
-        raise ValueError(f"positions must be integers, {(batch, num_tokens)} or {(1, num_tokens)}, got {got}.")
+    else:
+        return
+    raise ValueError(f"positions must be integers, {(batch, num_tokens)} or {(1, num_tokens)}, got {got}.")
 
 
 def check_anchor(x: Tensor) -> None:
@@ -104,7 +109,8 @@ def check_anchor(x: Tensor) -> None:
 
 
 def check_like(name: str, given: Tensor, wanted: Tensor) -> None:
-    """Raises a ValueError for a state that has not the shape and dtype of another."""
+    """Raises a ValueError for a state that is no tensor, or has not the shape and dtype of another."""
+    require_instance(name, given, Tensor)
     if given.shape != wanted.shape or given.dtype != wanted.dtype:
         raise ValueError(
             f"{name} must be {tuple(wanted.shape)} of {wanted.dtype} like the anchor, "

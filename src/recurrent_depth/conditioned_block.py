@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from recurrent_depth.arguments import require_sizes
 from recurrent_depth.blocks import Block
 from recurrent_depth.contracts import At, BlockCost
 
@@ -21,13 +22,14 @@ class ConditionedBlock(Block):
         dim: the width of state and condition.
 
     Raises:
-        ValueError: in a forward, if nobody gave a condition.
+        ValueError: if `dim` is below 1; in a forward, if nobody gave a condition, or one of another width.
 
     Reference: Jeddi et al., 2026, arXiv 2602.11451.
     """
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, dim: int):
         super().__init__()
+        require_sizes(dim=dim)
         self.attention, self.mlp = attention, mlp
         self.modulation = nn.Linear(dim, 4 * dim)
         self.reset_parameters()
@@ -41,6 +43,11 @@ class ConditionedBlock(Block):
         """Both branches, one after the other."""
         if at.condition is None:
             raise ValueError("at.condition is None, but must be given, by rd.TimeConditionedUpdate for example.")
+        if at.condition.shape[-1] != self.modulation.in_features:
+            raise ValueError(
+                f"at.condition is {at.condition.shape[-1]} wide, but the block was built for "
+                f"{self.modulation.in_features}: give both the same dim."
+            )
         chunks = self.modulation(F.silu(at.condition)).chunk(4, dim=-1)
         attention_gate, mlp_gate, attention_scale, mlp_scale = (chunk.to(x.dtype) for chunk in chunks)
         x = x + attention_gate * self.attention(_normed(x) * (1 + attention_scale), at)

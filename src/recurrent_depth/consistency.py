@@ -65,17 +65,24 @@ class WithConsistency(nn.Module):
         num_steps: int | Depth | Sequence[int] | None = None,
         *,
         mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
+        labels: Integer[Tensor, "batch token"] | None = None,
     ) -> Float[Tensor, ""]:
-        """The loss where the shallower run takes `num_steps`; the source draws them from 1 to full depth - 1."""
+        """The loss where the shallower run takes `num_steps`; the source draws them from 1 to full depth - 1.
+
+        `labels` are the tokens, with -100 where nothing is to be predicted; the distance is of all real tokens.
+        """
         full = self.model.num_steps
         if num_steps is None or as_depth(num_steps).num_steps >= full:
             wanted = f"from 1 to {full - 1}, below full depth: draw it, as by UniformDepth({full - 1}, seed=0)"
             raise ValueError(f"num_steps is {num_steps}, but the shallower run must take {wanted}.")
-        long_loss, long = self._run(tokens, None, mask)
-        short_loss, short = self._run(tokens, num_steps, mask)
+        targets = tokens if labels is None else labels
+        long_loss, long = self._run(tokens, None, mask, targets)
+        short_loss, short = self._run(tokens, num_steps, mask, targets)
         return long_loss + self.short * short_loss + self.consistency * consistency_loss(long, short, mask)
 
-    def _run(self, tokens: Tensor, num_steps: int | Depth | Sequence[int] | None, mask: Tensor | None):
+    def _run(
+        self, tokens: Tensor, num_steps: int | Depth | Sequence[int] | None, mask: Tensor | None, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The loss at this depth, and what the final norm gives."""
         model, said = self.model, Notes()
         begun = model.begin(tokens, num_steps, mask=mask)
@@ -83,7 +90,7 @@ class WithConsistency(nn.Module):
         x = model.finish(model.core.read(last), begun.at._replace(notes=said))
 
         def loss_of(x: Tensor) -> Tensor:
-            return next_token_loss(model.head(x, model.embed.token.weight), tokens, mask)
+            return next_token_loss(model.head(x, model.embed.token.weight), labels, mask)
 
         loss = checkpoint(loss_of, x, use_reentrant=False) if torch.is_grad_enabled() else loss_of(x)
         losses = add_losses(add_losses(last.losses, begun.notes.losses), said.losses)

@@ -12,7 +12,8 @@ from recurrent_depth.arguments import require_number, require_whole
 from recurrent_depth.contracts import Tree
 from recurrent_depth.exits import ExitRule, Hazard, Readout
 from recurrent_depth.numerics import at_least_float32
-from recurrent_depth.update import DepthState, DepthUpdate
+from recurrent_depth.router import Router
+from recurrent_depth.update import DepthState, DepthUpdate, innermost
 
 
 class GateClosed(ExitRule):
@@ -135,14 +136,27 @@ class ArgmaxStable(ExitRule):
         return Stability(argmax, times), _certain(times >= self.times)
 
 
-def warn_if_none_leaves(rule: ExitRule, update: DepthUpdate) -> None:
-    """Warns of a rule that reads the gate where the innermost update says that it has none."""
-    *_, innermost = (part for part in update.modules() if isinstance(part, DepthUpdate))
-    if innermost.replaces_state and any(isinstance(part, GateClosed) for part in rule.modules()):
+CONVERGED = (LatentConverged, KLConverged, ArgmaxStable)
+"""Rules that compare a token with what it was a step before."""
+
+
+def warn_if_misread(rule: ExitRule, update: DepthUpdate, *, stacklevel: int) -> None:
+    """Warns of a rule that reads what the update does not say.
+
+    The gate, where the innermost update has none; convergence, where tokens rest in one step and go on in the next.
+    """
+    if innermost(update).replaces_state and any(isinstance(part, GateClosed) for part in rule.modules()):
         warnings.warn(
             "exit is GateClosed, but this model has no gate: each step replaces the state, so that no token ever "
             "leaves early. Take LatentConverged(), KLConverged() or a LearnedExit, or a model of update=rd.gated.",
-            stacklevel=4,
+            stacklevel=stacklevel + 1,
+        )
+    converged = [type(part).__name__ for part in rule.modules() if isinstance(part, CONVERGED)]
+    if converged and any(isinstance(part, Router) and part.skips for part in update.modules()):
+        warnings.warn(
+            f"exit is {converged[0]}, but this model's router leaves tokens out of a step that later ones move again: "
+            "at rest they look converged, and leave. Take ExitAfter(num_steps) or a LearnedExit, or another router.",
+            stacklevel=stacklevel + 1,
         )
 
 

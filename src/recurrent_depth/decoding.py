@@ -10,6 +10,7 @@ from recurrent_depth.arguments import require_instance, require_whole
 from recurrent_depth.cache import DepthCache
 from recurrent_depth.cached_forward import OpenForward, open_forward
 from recurrent_depth.contracts import At
+from recurrent_depth.convergence import warn_if_misread
 from recurrent_depth.depth import Depth
 from recurrent_depth.early_exit import leave_early, rows_of_model
 from recurrent_depth.exits import ExitRule
@@ -91,6 +92,7 @@ def extend_until(
     """
     require_instance("model", model, RecurrentTransformer)
     require_instance("exit", exit, ExitRule)
+    warn_if_misread(exit, model.core.update, stacklevel=2)
     opened = open_forward(tokens, cache, mask)
     left = logits_until(opened, model, tokens, exit, num_steps)
     opened.finish()

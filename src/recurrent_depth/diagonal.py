@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import require_sizes
 from recurrent_depth.contracts import Call, PartCost
 from recurrent_depth.injection import Injection, check_width
 from recurrent_depth.numerics import at_least_float32
@@ -18,10 +18,15 @@ DECAY = math.sqrt(1 / 5)
 
 
 class SquareMap(nn.Module):
-    """A linear map of the width to itself, without bias, that starts as the identity."""
+    """A linear map of the width to itself, without bias, that starts as the identity.
+
+    Raises:
+        ValueError: if `dim` is below 1.
+    """
 
     def __init__(self, dim: int):
         super().__init__()
+        require_sizes(dim=dim)
         self.linear = nn.Linear(dim, dim, bias=False)
         self.reset_parameters()
 
@@ -53,7 +58,7 @@ class DiagonalInjection(Injection):
 
     def __init__(self, dim: int, norm: nn.Module | None = None):
         super().__init__()
-        require_whole("dim", dim, at_least=1)
+        require_sizes(dim=dim)
         self.log_rate = nn.Parameter(torch.empty(dim))
         self.dt_bias = nn.Parameter(torch.empty(dim))
         self.input = SquareMap(dim)

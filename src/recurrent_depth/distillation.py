@@ -15,7 +15,7 @@ from recurrent_depth.checks import warn_in_training_mode
 from recurrent_depth.every_step import Mask, every_state
 from recurrent_depth.model import RecurrentTransformer
 from recurrent_depth.numerics import at_least_float32
-from recurrent_depth.objective import mean_of_real, next_token_loss, with_auxiliary
+from recurrent_depth.objective import IGNORED, mean_of_real, next_token_loss, with_auxiliary
 from recurrent_depth.trajectory import Trajectory, check_trajectory
 
 
@@ -109,7 +109,7 @@ class DistilledLoss(nn.Module):
 
     `CE + logits * KL(teacher || student) + states * MSE(h_t, teacher's state behind its aligned block)`. The teacher is
     run as it is, at its full depth and without gradients; put it into evaluation mode. It stays the caller's: none of
-    its parameters are the objective's.
+    its parameters are the objective's. It reads the text whole, and teaches no token whose next one is -100.
 
     Args:
         teacher: the model to learn from, with the same vocabulary.
@@ -123,8 +123,8 @@ class DistilledLoss(nn.Module):
     Raises:
         ValueError: if the teacher is no `RecurrentTransformer`, a weight is negative or not finite, the temperature not
             above 0, `states` is given without `align` or the other way round, or `align` is no mapping of steps from 1
-            to blocks that the teacher has; in a forward, if states are aligned and the trajectory kept not every step,
-            or the teacher's states have another width.
+            to blocks that the teacher has; in a forward, if states are aligned and the trajectory kept not every step
+            or has a depth for each row, or the teacher's states have another width.
 
     Reference: the logits of Bae et al., 2024, arXiv 2410.20672 (RRT).
     """
@@ -159,17 +159,26 @@ class DistilledLoss(nn.Module):
     ) -> Float[Tensor, ""]:
         """The loss, in nats per token where the states weigh nothing."""
         check_trajectory(trajectory)
-        said, output = taught(self.teacher.module, tokens, mask), trajectory.output
+        said, output = taught(self.teacher.module, trajectory.tokens, mask), trajectory.output
         loss = next_token_loss(output, tokens, mask)
-        loss = loss + self.weights[0] * distillation_loss(output, said.logits, mask, temperature=self.temperature)
+        wanted = _before_targets(tokens, mask)
+        loss = loss + self.weights[0] * distillation_loss(output, said.logits, wanted, temperature=self.temperature)
         pairs = [(step, block) for step, block in self.align.items() if step <= trajectory.num_steps]
         if self.align and not pairs:
             named = f"align names the steps {sorted(self.align)}"
             warnings.warn(f"{named}, but this forward takes none of them: its states weigh nothing.", stacklevel=2)
+        if pairs and trajectory.rows is not None:
+            raise ValueError("States are aligned with steps that all rows take: give one depth for all, not one a row.")
         if pairs:
             ours = [every_state(trajectory)[step - 1].h for step, _ in pairs]
             loss = loss + self.weights[1] * aligned_state_loss(ours, [said.states[b - 1] for _, b in pairs], mask)
         return with_auxiliary(loss, trajectory)
+
+
+def _before_targets(tokens: Tensor, mask: Mask) -> Mask:
+    """The real tokens but those whose next one is no target."""
+    wanted = F.pad(tokens[:, 1:] != IGNORED, (0, 1), value=True)
+    return wanted if mask is None else wanted & mask.bool()
 
 
 def _check_teacher(teacher: object) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_number
+from recurrent_depth.arguments import require_instance, require_number, require_sizes
 
 
 class Embedding(nn.Module, abc.ABC):
@@ -41,6 +41,7 @@ class TokenEmbedding(Embedding):
 
     def __init__(self, vocab_size: int, dim: int):
         super().__init__()
+        require_sizes(vocab_size=vocab_size, dim=dim)
         self.token, self.dim = nn.Embedding(vocab_size, dim), dim
 
     def forward(
@@ -62,6 +63,7 @@ class PositionedEmbedding(Embedding):
 
     def __init__(self, vocab_size: int, dim: int, context_length: int):
         super().__init__()
+        require_sizes(vocab_size=vocab_size, dim=dim, context_length=context_length)
         self.token = nn.Embedding(vocab_size, dim)
         self.position = nn.Embedding(context_length, dim)
         self.num_positions, self.dim = context_length, dim
@@ -86,8 +88,9 @@ class ScaledTable(nn.Embedding):
     """
 
     def __init__(self, vocab_size: int, dim: int, *, scale: float):
+        require_sizes(vocab_size=vocab_size, dim=dim)
         super().__init__(vocab_size, dim)
-        self.scale = scale
+        self.scale = require_number("scale", scale, above=0)
 
     def forward(self, tokens: Int[Tensor, "batch token"]) -> Float[Tensor, "batch token dim"]:
         """The scaled embedding of each token."""
@@ -101,11 +104,17 @@ def scaled_embedding(embedding: Embedding, scale: float) -> Embedding:
     for a tied head make a state that is large enough for the blocks.
 
     Raises:
-        ValueError: if `scale` is not above 0.
+        ValueError: if `embedding` is none, such as the model, or is scaled already, as that of `huginn` and of
+            `universal` is; if `scale` is not above 0.
 
     Reference: Vaswani et al., 2017, arXiv 1706.03762.
     """
+    require_instance("embedding", embedding, Embedding, "model.embed")
     require_number("scale", scale, above=0)
+    if isinstance(embedding.token, ScaledTable):
+        raise ValueError(
+            f"embedding is multiplied by {embedding.token.scale:.4g} already: leave it, or set the scale of its tables."
+        )
     for name, table in list(embedding.named_children()):
         if isinstance(table, nn.Embedding):
             changed = ScaledTable(table.num_embeddings, table.embedding_dim, scale=scale)
@@ -142,6 +151,7 @@ class Head(nn.Module):
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__()
+        require_sizes(dim=dim, vocab_size=vocab_size)
         self.linear = nn.Linear(dim, vocab_size, bias=False)
 
     def forward(

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recurrent_depth.arguments import require_instance
 from recurrent_depth.checks import checked_ids
-from recurrent_depth.exits import ExitRule, ask
+from recurrent_depth.exits import ExitRule, ask, exit_law
 from recurrent_depth.objective import next_token_targets, token_losses
 from recurrent_depth.trajectory import Trajectory, check_trajectory
 from recurrent_depth.update import DepthState
@@ -61,6 +61,26 @@ def losses_by_step(
 
     for state in every_state(trajectory):
         yield recomputed(losses, state)
+
+
+def steps_taken(trajectory: Trajectory) -> Bool[Tensor, "step batch 1"]:
+    """Whether a row took each step: with a depth for each row, those that have left stay as they are."""
+    device = trajectory.states[-1].h.device
+    rows = trajectory.rows or (trajectory.num_steps,) * len(trajectory.states[-1].h)
+    return (torch.arange(trajectory.num_steps, device=device)[:, None] < torch.tensor(rows, device=device))[..., None]
+
+
+def exit_chances(rule: ExitRule, trajectory: Trajectory) -> Float[Tensor, "step batch token"]:
+    """The chance of each token to leave after each step; who has not left by its row's last step leaves there.
+
+    Raises:
+        ValueError: as `exit_hazards` does.
+    """
+    goes_on = steps_taken(trajectory).roll(-1, 0)
+    goes_on[-1] = False
+    hazards = exit_hazards(rule, trajectory).masked_fill(~goes_on, 1.0)
+    # At one step the law says nothing of the rule, whose gradient is then zero rather than none.
+    return exit_law(hazards) + 0.0 * hazards
 
 
 def exit_hazards(rule: ExitRule, trajectory: Trajectory) -> Float[Tensor, "step batch token"]:

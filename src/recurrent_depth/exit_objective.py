@@ -9,8 +9,17 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 
 from recurrent_depth.arguments import require_instance, require_number
-from recurrent_depth.every_step import Mask, entropy_of, exit_hazards, log_of, losses_by_step, targets_of
-from recurrent_depth.exits import ExitRule, exit_law
+from recurrent_depth.every_step import (
+    Mask,
+    entropy_of,
+    exit_chances,
+    exit_hazards,
+    log_of,
+    losses_by_step,
+    steps_taken,
+    targets_of,
+)
+from recurrent_depth.exits import ExitRule
 from recurrent_depth.objective import IGNORED, next_token_loss, num_targets, with_auxiliary
 from recurrent_depth.rows import map_changing
 from recurrent_depth.trajectory import Trajectory
@@ -22,11 +31,15 @@ def every_step_loss(
 ) -> Float[Tensor, ""]:
     """The mean over all steps of the next-token loss after each, plus the auxiliary losses: every exit counts alike.
 
+    With a depth for each row, each row's mean is over the steps that it took.
+
     Raises:
         ValueError: if the trajectory kept not every step, or tokens or mask are not of its shape.
     """
     targets = targets_of(trajectory, tokens, mask)
-    total = torch.stack([losses.sum() for losses in losses_by_step(trajectory, targets)]).mean()
+    taken = steps_taken(trajectory)
+    shares = zip(taken / taken.sum(0), losses_by_step(trajectory, targets), strict=True)
+    total = torch.stack([(share * losses).sum() for share, losses in shares]).sum()
     return with_auxiliary(total / num_targets(targets), trajectory)
 
 
@@ -58,7 +71,7 @@ class ExpectedExitLoss(nn.Module):
     ) -> Float[Tensor, ""]:
         """The loss, in nats per predicted token."""
         targets = targets_of(trajectory, tokens, mask)
-        law = exit_law(exit_hazards(self.rule, trajectory))
+        law = exit_chances(self.rule, trajectory)
         losses = losses_by_step(trajectory, targets)
         expected = sum(chance * loss for chance, loss in zip(law, losses, strict=True))
         objective = (expected - self.entropy * entropy_of(law)).masked_fill(targets == IGNORED, 0.0)
@@ -70,7 +83,8 @@ class ExitGainLoss(nn.Module):
 
     From step 2 on, the chance to go on is drawn to `sigmoid(sharpness * (gain - threshold))` by a binary cross-entropy,
     where the gain is by how much the step lowered the token's loss, at least 0. The sum over those steps is divided by
-    the number of all steps, as in the source. Freeze the model, so that no graph of it is built.
+    the number of all steps, as in the source; steps that a row did not take say nothing. Freeze the model, so that no
+    graph of it is built.
 
     Args:
         rule: the exit.
@@ -106,10 +120,10 @@ class ExitGainLoss(nn.Module):
             losses = torch.stack(list(losses_by_step(frozen, targets)))
             gains = (losses[:-1] - losses[1:]).clamp(min=0)
             goes_on = torch.sigmoid(self.sharpness * (gains - self.threshold))
-        leaves = exit_hazards(self.rule, frozen)[1:]
+        leaves, taken = exit_hazards(self.rule, frozen)[1:], steps_taken(trajectory)
         surprise = -(goes_on * log_of(1 - leaves) + (1 - goes_on) * log_of(leaves))
-        counted = surprise.masked_fill(targets == IGNORED, 0.0)
-        return counted.sum() / (len(losses) * num_targets(targets))
+        counted = surprise.masked_fill((targets == IGNORED) | ~taken[1:], 0.0) / taken.sum(0)
+        return counted.sum() / num_targets(targets)
 
 
 class SampledExitLoss(nn.Module):
@@ -133,11 +147,11 @@ class SampledExitLoss(nn.Module):
     ) -> Float[Tensor, ""]:
         """The loss, in nats per predicted token."""
         with torch.no_grad():
-            law = exit_law(exit_hazards(self.rule, trajectory))
-            left = law.cumsum(0)[:-1] <= torch.rand_like(law[0])  # (step, token): has not left by then
+            law = exit_chances(self.rule, trajectory)
+            stays = law.cumsum(0)[:-1] <= torch.rand_like(law[0])
         state = trajectory.states[0]
-        for stays, later in zip(left, trajectory.states[1:], strict=True):
-            state = _where(stays, later, state)
+        for still, later in zip(stays, trajectory.states[1:], strict=True):
+            state = _where(still, later, state)
         return with_auxiliary(next_token_loss(trajectory.readout(state), tokens, mask), trajectory)
 
 

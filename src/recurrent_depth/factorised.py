@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_whole
+from recurrent_depth.arguments import optional_steps, require_sizes
 from recurrent_depth.embedding import Embedding, check_learned
 
 
@@ -18,14 +18,15 @@ class FactorisedEmbedding(Embedding):
         num_positions: how many positions are learned; None where blocks know positions themselves.
 
     Raises:
-        ValueError: if `inner_dim` is below 1; in a forward, if a token stands at no learned position.
+        ValueError: if a number is below 1; in a forward, if a token stands at no learned position.
 
     Reference: Lan et al., 2019, arXiv 1909.11942.
     """
 
     def __init__(self, vocab_size: int, inner_dim: int, dim: int, *, num_positions: int | None = None):
         super().__init__()
-        require_whole("inner_dim", inner_dim, at_least=1)
+        require_sizes(vocab_size=vocab_size, inner_dim=inner_dim, dim=dim)
+        optional_steps("num_positions", num_positions)
         self.token = nn.Embedding(vocab_size, inner_dim)
         self.position = None if num_positions is None else nn.Embedding(num_positions, inner_dim)
         self.project = nn.Linear(inner_dim, dim, bias=False)
@@ -50,6 +51,7 @@ class FactorisedHead(nn.Module):
 
     def __init__(self, dim: int, inner_dim: int):
         super().__init__()
+        require_sizes(dim=dim, inner_dim=inner_dim)
         self.project = nn.Linear(dim, inner_dim, bias=False)
 
     def forward(

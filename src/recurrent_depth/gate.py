@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_number
+from recurrent_depth.arguments import require_number, require_sizes
 from recurrent_depth.contracts import PartCost, Tree
+from recurrent_depth.injection import check_width
 from recurrent_depth.numerics import at_least_float32
 from recurrent_depth.optional import module_or_identity
 
@@ -43,11 +44,12 @@ class WriteShare(nn.Module):
         noise: what is added to the logits, after the division; None for nothing.
 
     Raises:
-        ValueError: if `temperature` is not positive, or it or `bias` not finite.
+        ValueError: if `dim` is below 1, `temperature` not positive, or it or `bias` not finite.
     """
 
     def __init__(self, dim: int, *, bias: float, temperature: float, noise: nn.Module | None):
         super().__init__()
+        require_sizes(dim=dim)
         self.temperature = require_number("temperature of the gate", temperature, above=0)
         self.initial_bias = require_number("bias of the gate", bias)
         self.linear = nn.Linear(dim, dim, bias=False)
@@ -75,11 +77,16 @@ class AnchoredGate(DepthGate):
         temperature: divides the logits.
         noise: what is added to the logits; none by default.
 
+    Raises:
+        ValueError: if `dim` is below 1, `temperature` not positive, or it or `bias` not finite; in a forward, if the
+            state has another width.
+
     Reference: Hegazy et al., 2026, arXiv 2608.15062.
     """
 
     def __init__(self, dim: int, *, bias: float = 4.0, temperature: float = 1.0, noise: nn.Module | None = None):
         super().__init__()
+        require_sizes(dim=dim)
         self.state_norm = nn.LayerNorm(dim, bias=False)
         self.anchor_norm = nn.LayerNorm(dim, bias=False)
         self.state = nn.Linear(dim, dim, bias=False)
@@ -88,6 +95,7 @@ class AnchoredGate(DepthGate):
 
     def begin(self, anchor: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
         """The anchor's half of the first layer."""
+        check_width(anchor, self.anchor.in_features)
         return self.anchor(self.anchor_norm(anchor))
 
     def forward(
@@ -106,13 +114,14 @@ class JointNormGate(DepthGate):
     """The same gate with one LayerNorm over the concatenation `[h; anchor]`.
 
     State and anchor share one mean and one variance, so nothing of the anchor's half is the same at every step: this
-    variant executes all 6 d² of the gate's FLOPs at each.
+    variant executes all 6 d² of the gate's FLOPs at each. Arguments and errors are those of `AnchoredGate`.
 
     Reference: the other reading of Hegazy et al., 2026, arXiv 2608.15062.
     """
 
     def __init__(self, dim: int, *, bias: float = 4.0, temperature: float = 1.0, noise: nn.Module | None = None):
         super().__init__()
+        require_sizes(dim=dim)
         self.norm = nn.LayerNorm(2 * dim, bias=False)
         self.state = nn.Linear(dim, dim, bias=False)
         self.anchor = nn.Linear(dim, dim)
@@ -120,6 +129,7 @@ class JointNormGate(DepthGate):
 
     def begin(self, anchor: Float[Tensor, "batch token dim"]) -> Float[Tensor, "batch token dim"]:
         """The anchor itself."""
+        check_width(anchor, self.anchor.in_features)
         return anchor
 
     def forward(

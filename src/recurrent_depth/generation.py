@@ -11,7 +11,7 @@ from recurrent_depth.cache import DepthCache
 from recurrent_depth.cached_forward import open_forward
 from recurrent_depth.checks import warn_in_training_mode
 from recurrent_depth.choice import NextTokenRule
-from recurrent_depth.convergence import warn_if_none_leaves
+from recurrent_depth.convergence import warn_if_misread
 from recurrent_depth.decoding import logits_until
 from recurrent_depth.depth import as_depth
 from recurrent_depth.exits import ExitRule
@@ -105,7 +105,7 @@ def stream(
         raise ValueError(f"num_steps is {num_steps!r}, but must be one number for all rows where an exit rule decides.")
     if exit is not None:
         require_instance("exit", exit, ExitRule)
-        warn_if_none_leaves(exit, model.core.update)
+        warn_if_misread(exit, model.core.update, stacklevel=3)
     cache = DepthCache(kv, max_tokens=prompt.shape[1] + max_new_tokens - 1)
     draws = draws_of(choose, len(prompt), stop_tokens, seed, vocab_size=model.embed.token.num_embeddings)
     return _stream(model, cache, Rows.sorted_by_depth(prompt, mask, depths), draws, exit, max_new_tokens)

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_instance, require_whole
+from recurrent_depth.arguments import require_instance, require_number, require_sizes, require_whole
 from recurrent_depth.contracts import Call, PartCost, UpdateCost
-from recurrent_depth.injection import Injection
+from recurrent_depth.injection import Injection, check_width
 from recurrent_depth.numerics import at_least_float32, without_autocast
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate, initial_state
@@ -21,13 +21,17 @@ class StepRouter(nn.Module):
         num_slots: how many slots there are.
         num_cycles: how many cycles have weights.
         std: standard deviation of the weights as they start; biases start at 0.
+
+    Raises:
+        ValueError: if a size is below 1, or `std` negative.
     """
 
     def __init__(self, dim: int, num_slots: int, num_cycles: int, *, std: float = 0.02):
         super().__init__()
+        require_sizes(dim=dim, num_slots=num_slots, num_cycles=num_cycles)
         self.weight = nn.Parameter(torch.empty(num_cycles, num_slots, dim))
         self.bias = nn.Parameter(torch.empty(num_cycles, num_slots))
-        self.std = std
+        self.std = require_number("std", std, at_least=0)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -66,6 +70,8 @@ class MemorySlotsUpdate(DepthUpdate):
     Reference: Yu et al., 2025, arXiv 2510.07739.
     """
 
+    replaces_state = True
+
     def __init__(self, inject: Injection, dim: int, *, num_slots: int, num_steps: int):
         super().__init__()
         self.dim = require_whole("dim", dim, at_least=1)
@@ -81,8 +87,7 @@ class MemorySlotsUpdate(DepthUpdate):
         Raises:
             ValueError: if the forward takes more steps than there are routers, or the anchor has another width.
         """
-        if anchor.shape[-1] != self.dim:
-            raise ValueError(f"x is {anchor.shape[-1]} wide, but the update was built for {self.dim}.")
+        check_width(anchor, self.dim)
         self._check(call.num_steps)
         embedding = anchor if call.embedding is None else call.embedding
         empty = embedding.new_zeros(*embedding.shape[:2], self.num_slots - 1, embedding.shape[2])

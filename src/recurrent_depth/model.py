@@ -55,6 +55,9 @@ class RecurrentTransformer(nn.Module):
         head: called as `head(x, embedding_weight)`.
         num_steps: full depth.
 
+    Raises:
+        ValueError: if `num_steps` is below 1.
+
     Attributes:
         weight_start: how `initialise` draws its weights.
     """
@@ -72,7 +75,7 @@ class RecurrentTransformer(nn.Module):
     ):
         super().__init__()
         self.embed, self.prelude, self.core, self.coda, self.norm, self.head = embed, prelude, core, coda, norm, head
-        self.num_steps = num_steps
+        self.num_steps = require_whole("num_steps", num_steps, at_least=1)
         self.decode: Callable[..., Tensor] | None = None
         self.weight_start = WeightStart()
 
@@ -131,7 +134,7 @@ class RecurrentTransformer(nn.Module):
         kept = tuple(states) if every_step else tuple(deque(states, maxlen=1))
         said = begun.notes
         readout = partial(self._output, begun.at, kv, said.losses, said)
-        return Trajectory(kept, begun.depth.num_steps, readout, said)
+        return Trajectory(kept, begun.depth.num_steps, readout, said, tokens, begun.depth.rows)
 
     def begin(
         self,

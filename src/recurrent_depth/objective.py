@@ -162,10 +162,11 @@ class WithObjective(nn.Module):
         num_steps: int | Depth | Sequence[int] | None = None,
         *,
         mask: Bool[Tensor, "batch token"] | Int[Tensor, "batch token"] | None = None,
+        labels: Integer[Tensor, "batch token"] | None = None,
     ) -> Float[Tensor, ""]:
-        """The loss at this depth."""
+        """The loss at this depth. `labels` are the tokens, with -100 where nothing is to be predicted."""
         trajectory = self.model.trajectory(tokens, num_steps, mask=mask, every_step=self.every_step)
-        return self.objective(trajectory, tokens, mask)
+        return self.objective(trajectory, tokens if labels is None else labels, mask)
 
 
 def _check_looped(model: object) -> None:

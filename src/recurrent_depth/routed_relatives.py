@@ -17,7 +17,7 @@ from recurrent_depth.routers import ExpertChoice, MixtureOfDepths
 from recurrent_depth.routing import AddWeighted, Combination, Interpolate, RoutedUpdate
 from recurrent_depth.token_choice import TokenChoice
 from recurrent_depth.top_tokens import TopTokens
-from recurrent_depth.update import DepthUpdate
+from recurrent_depth.update import DepthUpdate, innermost
 
 RouterFactory = Callable[[int, int], Router]
 """Makes a router for a width and a number of steps: `expert_choice`, `token_choice`, `every_other`."""
@@ -118,7 +118,7 @@ def mor(
     form: Callable[..., Form] = GPT2Form,
     router: RouterFactory = expert_choice,
     update: UpdateFactory = plain,
-    combine: Callable[[], Combination] = AddWeighted,
+    combine: Callable[[], Combination] | None = None,
 ) -> RecurrentTransformer:
     """Mixture-of-Recursions: each token takes as many of the loop's steps as a router gives it.
 
@@ -132,8 +132,9 @@ def mor(
         context_length: how many positions are learned (GPT-2 form).
         form: the family of blocks.
         router: makes the router for width and steps: `expert_choice`, `token_choice`, or a `functools.partial` of them.
-        update: makes the update that is routed; with another than the plain one choose `combine=Interpolate`.
-        combine: makes the combination of a token's result with what was there.
+        update: makes the update that is routed.
+        combine: makes the combination of a token's result with what was there; by default the source's `AddWeighted`
+            where the update's steps replace the state, and `Interpolate` where they blend it, as those of `gated` do.
 
     Raises:
         ValueError: for what `grt` refuses, and for capacities that rise or leave (0, 1].
@@ -141,7 +142,9 @@ def mor(
     Reference: Bae et al., 2025, arXiv 2507.10524.
     """
     inner, chosen = _routed_parts(update, router, dim, layout)
-    routed = RoutedUpdate(inner, chosen, made("combine", Combination, combine, example="rd.Interpolate"))
+    fitting = AddWeighted if innermost(inner).replaces_state else Interpolate
+    chosen_combination = made("combine", Combination, fitting if combine is None else combine, example="rd.Interpolate")
+    routed = RoutedUpdate(inner, chosen, chosen_combination)
     return assemble(layout, form(dim, num_heads), routed, vocab_size=vocab_size, context_length=context_length)
 
 

@@ -47,7 +47,13 @@ class Router(nn.Module, abc.ABC):
 
     In training it may look at the whole of a text. Everywhere else its rule is causal: a token's decision depends on
     this token's state alone, so it is the same whether the token comes alone, in a chunk, or in a batch.
+
+    Attributes:
+        skips: a class says True where a token that is left out of a step may take a later one. It does not move then,
+            and yet has not converged.
     """
+
+    skips: bool = False
 
     @abc.abstractmethod
     def begin(self, h: Float[Tensor, "batch token dim"], call: Call) -> RouterState:

@@ -110,6 +110,8 @@ class MixtureOfDepths(Router):
     Reference: Raposo et al., 2024, arXiv 2404.02258.
     """
 
+    skips = True
+
     def __init__(
         self, choose: TopTokens, *, capacity: float | int = 0.125, every: int = 2, num_steps: int | None = None
     ):

@@ -4,8 +4,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from recurrent_depth.arguments import require_instance, require_whole
+from recurrent_depth.arguments import require_instance, require_sizes
+from recurrent_depth.behind import require_all_step
+from recurrent_depth.checks import check_tokens_in
 from recurrent_depth.contracts import Call, Tree, UpdateCost
+from recurrent_depth.injection import check_width
 from recurrent_depth.norms import RMSNorm
 from recurrent_depth.step import StepBlocks
 from recurrent_depth.update import DepthState, DepthUpdate
@@ -31,8 +34,7 @@ class StepEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, dim: int, num_steps: int, size: int):
         super().__init__()
-        for name, value in (("vocab_size", vocab_size), ("dim", dim), ("num_steps", num_steps), ("size", size)):
-            require_whole(name, value, at_least=1)
+        require_sizes(vocab_size=vocab_size, dim=dim, num_steps=num_steps, size=size)
         self.table = nn.Embedding(vocab_size, num_steps * size)
         self.context = nn.Linear(dim, num_steps * size, bias=False)
         self.norm = RMSNorm(size)
@@ -42,10 +44,17 @@ class StepEmbedding(nn.Module):
         """The vectors of all steps.
 
         Raises:
-            ValueError: if there are no tokens, as in a bare core.
+            ValueError: if there are no tokens, as in a bare core; if they are outside of the vocabulary (looked at on
+                CPU), or their embedding has another width.
         """
         if call.tokens is None or call.embedding is None:
             raise ValueError("tokens is None, but an embedding per step needs the token ids: call the model.")
+        check_tokens_in(self.table.num_embeddings, call.tokens)
+        if call.embedding.shape[-1] != self.context.in_features:
+            raise ValueError(
+                f"The tokens' embedding is {call.embedding.shape[-1]} wide, but that of the steps was built for "
+                f"{self.context.in_features}: give it the model's dim."
+            )
         token = self.table(call.tokens) * self.size**0.5
         context = self.context(call.embedding) * call.embedding.shape[-1] ** -0.5
         steps = (self.num_steps, self.size)
@@ -65,8 +74,8 @@ class AddStepEmbedding(DepthUpdate):
         dim: the width.
 
     Raises:
-        ValueError: if `inner` is no update, or `embedding` none; in a forward, at a step that has no embedding, or
-            without tokens.
+        ValueError: if `inner` is no update, or one in which tokens halt or are routed, `embedding` is none, or `dim`
+            below 1; in a forward, at a step that has no embedding, without tokens, or for a state of another width.
 
     Reference: the per-layer embeddings of Gemma 3n (Google, 2025), one slice per step in place of one per layer.
     """
@@ -75,6 +84,8 @@ class AddStepEmbedding(DepthUpdate):
         super().__init__()
         require_instance("inner", inner, DepthUpdate, "rd.plain(dim)")
         require_instance("embedding", embedding, StepEmbedding)
+        require_sizes(dim=dim)
+        require_all_step(inner, "moved", "AddStepEmbedding(update, embedding, dim)")
         self.inner, self.embedding = inner, embedding
         self.narrow = nn.Linear(dim, embedding.size, bias=False)
         self.widen = nn.Linear(embedding.size, dim, bias=False)
@@ -83,6 +94,7 @@ class AddStepEmbedding(DepthUpdate):
     def begin(self, anchor: Float[Tensor, "batch token dim"], call: Call) -> DepthState:
         """The inner update's start, and the embeddings of all steps."""
         self._check(call.num_steps)
+        check_width(anchor, self.narrow.in_features)
         state = begun_by(self.inner, anchor, call)
         return state._replace(context=(state.context, self.embedding(call)))
 

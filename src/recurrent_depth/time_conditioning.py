@@ -81,7 +81,7 @@ class TimeConditionedUpdate(DepthUpdate):
         times: gives the times at which steps begin and end, `num_steps + 1` of them.
 
     Raises:
-        ValueError: if `dim` is below 1, `inner` is no update, or `times` no module.
+        ValueError: if `dim` is below 1, `inner` is no update, or `times` no `CoarseTimes`.
 
     Reference: Jeddi et al., 2026, arXiv 2602.11451.
     """
@@ -89,7 +89,7 @@ class TimeConditionedUpdate(DepthUpdate):
     def __init__(self, inner: DepthUpdate, dim: int, times: CoarseTimes):
         super().__init__()
         require_instance("inner", inner, DepthUpdate, "rd.plain(dim)")
-        require_instance("times", times, nn.Module, "rd.CoarseTimes(num_steps)")
+        require_instance("times", times, CoarseTimes, "rd.CoarseTimes(num_steps)")
         self.inner, self.times = inner, times
         self.time, self.length = TimeEmbedding(dim), TimeEmbedding(dim)
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from recurrent_depth.arguments import require_whole
 from recurrent_depth.contracts import Notes
 from recurrent_depth.update import DepthState, add_losses
 
@@ -18,12 +19,16 @@ class Trajectory(NamedTuple):
         num_steps: how many steps were taken before the last of the states.
         readout: makes the logits of a state.
         notes: what the blocks before the loop say, and those behind it once an output is read.
+        tokens: what the model read.
+        rows: how many steps each row took; None where all took `num_steps`.
     """
 
     states: tuple[DepthState, ...]
     num_steps: int
     readout: Callable[[DepthState], Tensor]
     notes: Notes
+    tokens: Int[Tensor, "batch token"]
+    rows: tuple[int, ...] | None = None
 
     @property
     def output(self) -> Float[Tensor, "batch token out"]:
@@ -36,6 +41,7 @@ class Trajectory(NamedTuple):
         Raises:
             ValueError: if the state after so many steps was not kept.
         """
+        require_whole("num_steps", num_steps)
         first = self.num_steps - len(self.states) + 1
         if not first <= num_steps <= self.num_steps:
             kept = f"{first} to {self.num_steps}" if first < self.num_steps else f"{first} alone"

@@ -125,6 +125,12 @@ class ReplaceState(DepthUpdate):
         return UpdateCost(*self.inject.cost())
 
 
+def innermost(update: DepthUpdate) -> DepthUpdate:
+    """The update that no other is within."""
+    *_, last = (part for part in update.modules() if isinstance(part, DepthUpdate))
+    return last
+
+
 def is_plain(update: DepthUpdate) -> bool:
     """Whether an update is that of the plain loop, `h <- blocks(h)`, and nothing else."""
     parts = (update.inject, update.start) if isinstance(update, ReplaceState) else ()
