@@ -76,9 +76,9 @@ def exit_chances(rule: ExitRule, trajectory: Trajectory) -> Float[Tensor, "step 
     Raises:
         ValueError: as `exit_hazards` does.
     """
-    goes_on = steps_taken(trajectory).roll(-1, 0)
+    hazards, goes_on = exit_hazards(rule, trajectory), steps_taken(trajectory).roll(-1, 0)
     goes_on[-1] = False
-    hazards = exit_hazards(rule, trajectory).masked_fill(~goes_on, 1.0)
+    hazards = hazards.masked_fill(~goes_on, 1.0)
     # At one step the law says nothing of the rule, whose gradient is then zero rather than none.
     return exit_law(hazards) + 0.0 * hazards
 
