@@ -1,5 +1,6 @@
 """What the arguments of builders are: functions that make parts, not parts."""
 
+import inspect
 from functools import partial
 
 import pytest
@@ -8,6 +9,29 @@ from battery import tiny
 from user_parts import Recorded
 
 import recurrent_depth as rd
+
+PUBLISHED = [
+    (rd.gated, {"bias": 4.0, "state_noise": 0.1, "gate_noise": 0.1, "temperature": 1.0}),
+    (rd.halted, {"bias": 1.0, "ponder": 0.01, "epsilon": 0.01}),
+    (rd.HaltingUpdate, {"ponder": 0.01, "epsilon": 0.01}),
+    (rd.ExpectedExitLoss, {"entropy": 0.05}),
+    (rd.ExitGainLoss, {"sharpness": 50.0, "threshold": 0.005}),
+    (rd.expert_choice, {"alpha": 0.1, "loss": 0.001, "z_loss": 0.0}),
+    (rd.token_choice, {"alpha": 1.0, "balance": 0.1, "z_loss": 1e-5}),
+    (rd.every_other, {"capacity": 0.125, "every": 2}),
+    (rd.WithConsistency, {"short": 0.1, "consistency": 0.1}),
+    (rd.LatentConverged, {"below": 0.03}),
+    (rd.KLConverged, {"below": 5e-4}),
+    (rd.ArgmaxStable, {"times": 5}),
+]
+"""Of the sources, GRT to Huginn; Tensor2Tensor's for halting."""
+
+
+@pytest.mark.parametrize("make, published", PUBLISHED, ids=[make.__name__ for make, _ in PUBLISHED])
+def test_defaults_are_published(make, published):
+    arguments = inspect.signature(make).parameters
+    assert {name: arguments[name].default for name in published} == published
+
 
 TAKE_AN_UPDATE = {
     "grt": rd.grt,

@@ -79,6 +79,26 @@ def test_an_objective_may_read_every_step():
     assert_close(rd.WithObjective(model, every_exit, every_step=True)(x), expected)
 
 
+OBJECTIVES = {
+    "last": lambda: rd.last_step_loss,
+    "every": lambda: rd.every_step_loss,
+    "expected": lambda: rd.ExpectedExitLoss(rd.LearnedExit(16)),
+    "sampled": lambda: rd.SampledExitLoss(rd.ExitAfter(2)),
+    "distilled": lambda: rd.DistilledLoss(tiny(rd.naive).eval()),
+}
+
+
+@pytest.mark.parametrize("build", [rd.mor, rd.universal], ids=["router", "ponder"])
+@pytest.mark.parametrize("make", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_the_losses_of_routers_and_of_pondering_are_part_of_every_objective_that_trains_the_model(make, build):
+    model, x, objective = tiny(build), torch.randint(23, (2, 6)), make()
+    trajectory = model.trajectory(x, every_step=True)
+    without = trajectory._replace(states=tuple(state._replace(losses={}) for state in trajectory.states))
+    extra = torch.stack(list(trajectory.losses.values())).sum()
+    assert extra > 1e-4
+    assert_close(objective(trajectory, x) - objective(without, x), extra, atol=1e-6, rtol=1e-3)
+
+
 def test_logits_in_place_of_a_trajectory_are_refused_with_what_to_give(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it
     model, x, rule = tiny(), torch.randint(23, (2, 6)), rd.LearnedExit(16)

@@ -117,7 +117,9 @@ def test_its_recurrence_can_be_left_without_weight_decay():
 @pytest.mark.parametrize("grad_steps", [None, 1, 4])
 def test_rows_draw_what_is_expected_of_them(mean, grad_steps):
     sampler = rd.PoissonDepthPerRow(mean, num_rows=50, grad_steps=grad_steps)
-    rows = [row for draw in range(200) for row in sampler(draw).rows or ()]
+    draws = [sampler(draw) for draw in range(200)]
+    rows = [row for draw in draws for row in draw.rows or ()]
+    assert all(draw.grad_steps == (grad_steps and min(grad_steps, draw.num_steps)) for draw in draws)
     limit = grad_steps or max(rows)
     expected = sampler.expected()
     assert min(rows) == 1

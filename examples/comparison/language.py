@@ -61,9 +61,10 @@ def shorter(model: rd.RecurrentTransformer, seed: int) -> rd.DepthSampler:
     return rd.UniformDepth(model.layout.num_steps - 1, seed=seed)
 
 
-def learned_exits(model: rd.RecurrentTransformer) -> rd.WithObjective:
+def learned_exits(model: rd.RecurrentTransformer, entropy: float = 0.05) -> rd.WithObjective:
     """Ouro's first stage."""
-    return rd.WithObjective(model, rd.ExpectedExitLoss(rd.LearnedExit(model.embed.dim)), every_step=True)
+    exits = rd.ExpectedExitLoss(rd.LearnedExit(model.embed.dim), entropy=entropy)
+    return rd.WithObjective(model, exits, every_step=True)
 
 
 def every_exit(model: rd.RecurrentTransformer) -> rd.WithObjective:
@@ -94,6 +95,13 @@ RELATIVES = {
     "rrt": Method("RRT, rank 4", partial(rd.rrt, NAIVE, rank=4), full_depth),
     "ouro-every-exit": Method("Ouro, all exits alike", ouro, full_depth, every_exit, every_step_cost),
 }
+ROUTED = {
+    "mor-isoflops": Method(
+        "MoR, expert choice, 20 steps", partial(rd.mor, rd.Layout(1, 1, 20, 1)), full_depth, rate_of="mor"
+    ),
+    "mod-isoflops": Method("MoD, 18 steps", partial(rd.mod, rd.Layout(1, 1, 18, 1)), full_depth, rate_of="mod"),
+}
+"""With as many steps as dense-12 has FLOPs for; with ten, as above, a router saves a third of them."""
 ISOPARAMS = {
     "grt-isoparams": grt(rd.Layout(1, 10, 2, 1), label="GRT, isoPARAMS", rate_of=None),
     "naive-isoparams": Method("naive loop, isoPARAMS", partial(rd.naive, rd.Layout(0, 12, 2, 0))),
@@ -127,6 +135,14 @@ ABLATIONS = {
     "grt-init-0.02": grt(init_std=0.02, label="GRT, weights from N(0, 0.02²)"),
     "grt-act": grt(update=halted_gate, sampler=full_depth, label="gate × ACT"),
     "ouro": Method("Ouro, learned exit", ouro, full_depth, learned_exits, every_step_cost, rate_of="ouro-every-exit"),
+    "ouro-entropy-0.1": Method(
+        "Ouro, learned exit, entropy 0.1",
+        ouro,
+        full_depth,
+        partial(learned_exits, entropy=0.1),
+        every_step_cost,
+        rate_of="ouro-every-exit",
+    ),
     "grt-every-exit": grt(
         sampler=full_depth, objective=every_exit, cost=every_step_cost, label="GRT, a loss at every exit"
     ),
@@ -161,9 +177,10 @@ PAIRS = (
     ("grt", "grt-init-0.02"),
     *(
         ("grt-full-depth" if method.sampler is full_depth else "grt", name)
-        for name, method in {**RELATIVES, **MORE}.items()
+        for name, method in {**RELATIVES, **MORE, **ROUTED}.items()
     ),
     ("ouro", "ouro-every-exit"),
+    ("ouro-entropy-0.1", "ouro-every-exit"),
     ("grt-isoparams", "dense-12"),
     ("grt-isoparams", "naive-isoparams"),
     ("grt-isoparams-full-depth", "grt-isoparams"),
@@ -183,7 +200,7 @@ PAIRS = (
 square of four of these."""
 
 
-METHODS = {**FIRST, **RELATIVES, **ISOPARAMS, **ABLATIONS, **SPLITS, **UNSCALED, **MORE}
+METHODS = {**FIRST, **RELATIVES, **ISOPARAMS, **ABLATIONS, **SPLITS, **UNSCALED, **MORE, **ROUTED}
 
 
 def plan() -> tuple[Trials | Full, ...]:
@@ -204,9 +221,11 @@ def plan() -> tuple[Trials | Full, ...]:
     square = [Full(name, 0, 2) for name in ("ladder-anchor", "ungated-full-depth")]
     again = [Full(name, 1) for name in (*FIRST, *measured)]
     third = [Full(name, 2) for name in FIRST]
+    routed = [Full(name, 0, 2) for name in ROUTED]
     second = [Full(name, 1, 2) for name in (*RELATIVES, *ISOPARAMS, *MORE)]
-    longer = [Full(name, seed) for seed in (0, 1) for name in (*RELATIVES, *ISOPARAMS, *ABLATIONS, *SPLITS, *MORE)]
-    return (*first, *relatives, *short, *same_size, *square, *again, *more, *third, *second, *further, *longer)
+    rest = (*RELATIVES, *ISOPARAMS, *ABLATIONS, *SPLITS, *MORE, *ROUTED)
+    longer = [Full(name, seed) for seed in (0, 1) for name in rest]
+    return (*first, *relatives, *short, *same_size, *square, *again, *more, *third, *routed, *second, *further, *longer)
 
 
 COMPARISON = Comparison(
