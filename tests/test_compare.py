@@ -621,6 +621,8 @@ DEVIATIONS = {
     "loopformer": (0.998, 1.0),
     "mor": (0.999, 1.0),  # the losses of routers are not counted
     "mod": (0.999, 1.0),
+    "mor-isoflops": (0.998, 1.0),
+    "mod-isoflops": (0.999, 1.0),
 }
 
 
