@@ -61,6 +61,10 @@ def test_a_teacher_reads_the_text_whole_and_teaches_where_something_is_to_be_pre
     asked = torch.tensor([[False, False, True, True, True, True]] * 2)
     taught = rd.distillation_loss(model(x), teacher(x), asked)
     assert_close(found, rd.next_token_loss(model(x), labels) + taught, **close)
+    aligned = rd.DistilledLoss(teacher, states=1.0, align={1: 1})
+    for padded, nothing in ((labels.masked_fill(torch.arange(6) > 3, -100), False), (torch.full_like(x, -100), True)):
+        loss = rd.WithObjective(model, aligned, every_step=True)(x, labels=padded)
+        assert (loss == 0) == nothing
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,10 @@ def extend_until(
         exit: when a row leaves.
         num_steps: at most so many steps; full depth by default.
         mask: True at real tokens, over all keys.
+
+    Warns:
+        UserWarning: if the rule reads a gate that the model has not, or looks for convergence over a router that lets
+            tokens rest.
     """
     require_instance("model", model, RecurrentTransformer)
     require_instance("exit", exit, ExitRule)

@@ -171,13 +171,13 @@ class DistilledLoss(nn.Module):
             raise ValueError("States are aligned with steps that all rows take: give one depth for all, not one a row.")
         if pairs:
             ours = [every_state(trajectory)[step - 1].h for step, _ in pairs]
-            loss = loss + self.weights[1] * aligned_state_loss(ours, [said.states[b - 1] for _, b in pairs], mask)
+            loss = loss + self.weights[1] * aligned_state_loss(ours, [said.states[b - 1] for _, b in pairs], wanted)
         return with_auxiliary(loss, trajectory)
 
 
 def _before_targets(tokens: Tensor, mask: Mask) -> Mask:
-    """The real tokens but those whose next one is no target."""
-    wanted = F.pad(tokens[:, 1:] != IGNORED, (0, 1), value=True)
+    """The real tokens but those whose next one is no target; the last one where it is a target itself."""
+    wanted = torch.cat([tokens[:, 1:], tokens[:, -1:]], dim=1) != IGNORED
     return wanted if mask is None else wanted & mask.bool()
 
 

@@ -65,9 +65,11 @@ def losses_by_step(
 
 def steps_taken(trajectory: Trajectory) -> Bool[Tensor, "step batch 1"]:
     """Whether a row took each step: with a depth for each row, those that have left stay as they are."""
-    device = trajectory.states[-1].h.device
-    rows = trajectory.rows or (trajectory.num_steps,) * len(trajectory.states[-1].h)
-    return (torch.arange(trajectory.num_steps, device=device)[:, None] < torch.tensor(rows, device=device))[..., None]
+    h = trajectory.states[-1].h
+    if trajectory.rows is None:
+        return torch.ones(trajectory.num_steps, len(h), 1, dtype=torch.bool, device=h.device)
+    rows = torch.tensor(trajectory.rows, device=h.device)
+    return (torch.arange(trajectory.num_steps, device=h.device)[:, None] < rows)[..., None]
 
 
 def exit_chances(rule: ExitRule, trajectory: Trajectory) -> Float[Tensor, "step batch token"]:

@@ -38,8 +38,8 @@ def every_step_loss(
     """
     targets = targets_of(trajectory, tokens, mask)
     taken = steps_taken(trajectory)
-    shares = zip(taken / taken.sum(0), losses_by_step(trajectory, targets), strict=True)
-    total = torch.stack([(share * losses).sum() for share, losses in shares]).sum()
+    by_step = zip(taken, losses_by_step(trajectory, targets), strict=True)
+    total = torch.stack([(took * losses / taken.sum(0)).sum() for took, losses in by_step]).sum()
     return with_auxiliary(total / num_targets(targets), trajectory)
 
 

@@ -62,7 +62,7 @@ def generate(
 
     Warns:
         UserWarning: if the model is in training mode; if the exit reads a gate and the model has none, so that no token
-            would leave early.
+            would leave early; if it looks for convergence, and a router lets tokens rest.
     """
     new = stream(
         model,
